@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Installs what building, running and testing Snapyard needs on Debian 12, and nothing that is there already.
+#
+#   deploy/setup.sh          build and run: Debian packages, the Python environment of the SDKs
+#   deploy/setup.sh dev      the same, and the tools of the gates: cargo-nextest, cargo-deny, cargo-machete
+#
+# Runs as root or with sudo (for apt only). Idempotent: with everything in place it takes a few tens of milliseconds.
+# Everything but Debian packages goes below ${SNAPYARD_CACHE:-$HOME/.cache/snapyard}:
+#   sdk/     virtual environment of the public SDKs and pytest; stamped with a hash of what it was made from
+#   tools/   cargo subcommands, built or unpacked once per machine
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cache=${SNAPYARD_CACHE:-$HOME/.cache/snapyard}
+mode=${1:-run}
+case $mode in run | dev) ;; *) echo "usage: $0 [dev]" >&2; exit 2 ;; esac
+
+# build: clang/libclang (bindgen, RocksDB), cmake, protoc, mold. guests: QEMU, and what makes their kernel, initrd
+# and root file system.
+packages=(
+  build-essential clang libclang-dev cmake mold pkg-config protobuf-compiler libprotobuf-dev
+  qemu-system-x86 qemu-utils
+  mmdebstrap e2fsprogs cpio kmod xz-utils zstd uidmap debian-archive-keyring
+  ca-certificates python3 python3-venv
+)
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+as_root() {
+  if [ "$(id -u)" -eq 0 ]; then "$@"
+  elif command -v sudo >/dev/null; then sudo -E "$@"
+  else die "needs root for '$*': run as root, or install sudo"
+  fi
+}
+
+mkdir -p "$cache"
+exec 9>"$cache/setup.lock"
+flock 9 # two `make`s at once must not install into each other's feet
+
+# --- Debian packages -------------------------------------------------------------------------------------------------
+command -v dpkg-query >/dev/null || die "only Debian (12 or later) is supported: dpkg-query not found"
+installed=$(dpkg-query -W -f='${db:Status-Status} ${Package}\n' "${packages[@]}" 2>/dev/null || true)
+missing=()
+for package in "${packages[@]}"; do
+  grep -qx "installed $package" <<<"$installed" || missing+=("$package")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+  say "installing Debian packages: ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  as_root apt-get update -qq
+  apt_install() { as_root apt-get install -y -qq --no-install-recommends "$@" >"$cache/apt.log" 2>&1; }
+  # A machine may carry a backported qemu-utils that conflicts with the release's QEMU: take the release's then.
+  release=$(. /etc/os-release && echo "${VERSION_CODENAME:-bookworm}")
+  apt_install "${missing[@]}" \
+    || apt_install --allow-downgrades "${missing[@]}" "qemu-utils/$release" \
+    || { tail -n 20 "$cache/apt.log" >&2; die "apt could not install them; the whole log is $cache/apt.log"; }
+fi
+
+command -v cargo >/dev/null || die "Rust is missing: install it with rustup (stable, 1.95 or later)"
+
+# --- the SDKs, as their users install them ---------------------------------------------------------------------------
+sdk=$cache/sdk
+wanted=$(cat "$root/tests/requirements.txt" "$root/deploy/tools-requirements.txt" | sha256sum | cut -d' ' -f1)
+if [ "$(cat "$sdk/.snapyard-stamp" 2>/dev/null || true)" != "$wanted" ] || ! [ -x "$sdk/bin/python" ]; then
+  say "making the Python environment $sdk"
+  [ -x "$sdk/bin/python" ] || python3 -m venv "$sdk"
+  "$sdk/bin/python" -m pip install -q --disable-pip-version-check -r "$root/tests/requirements.txt"
+  # Optional: only x86-64 has it; elsewhere the same version is built from source below.
+  "$sdk/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes \
+    -r "$root/deploy/tools-requirements.txt" || say "no prebuilt tools for this machine"
+  echo "$wanted" >"$sdk/.snapyard-stamp"
+fi
+
+[ "$mode" = dev ] || exit 0
+
+# --- tools of the gates ----------------------------------------------------------------------------------------------
+tools=$cache/tools
+mkdir -p "$tools/bin"
+PATH=$tools/bin:$PATH
+
+# cargo_tool CRATE VERSION: builds it once per machine, away from the project's own target directory.
+cargo_tool() {
+  say "building $1 $2 (once per machine)"
+  local target=$tools/target-$1
+  CARGO_TARGET_DIR=$target RUSTFLAGS='' cargo install --quiet --locked --root "$tools" --version "$2" "$1"
+  rm -rf "$target"
+}
+
+command -v cargo-nextest >/dev/null || cargo_tool cargo-nextest 0.9.143
+if ! command -v cargo-deny >/dev/null; then
+  if [ -x "$sdk/bin/cargo-deny" ]; then ln -sf "$sdk/bin/cargo-deny" "$tools/bin/cargo-deny"
+  else cargo_tool cargo-deny 0.20.2
+  fi
+fi
+command -v cargo-machete >/dev/null || cargo_tool cargo-machete 0.9.2
