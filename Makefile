@@ -95,7 +95,7 @@ test-doc: setup ## examples in the documentation
 
 .PHONY: test-system
 test-system: build ## whole-system tests: a running server, real guests, the public SDKs
-	"$(PYTHON)" -m pytest -p no:cacheprovider $(PYTEST) tests
+	"$(PYTHON)" -m pytest $(PYTEST) tests
 
 .PHONY: clean
 clean: ## remove what the tree holds; caches outside it stay (rm -r $(SNAPYARD_CACHE) for those)

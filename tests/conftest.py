@@ -108,8 +108,10 @@ class Tracker:
 
     def __init__(self, pool: int) -> None:
         self.pool = pool
-        #: VMMs without an owner that a failed test has left: each leak is reported once.
+        #: VMMs without an owner that failed tests have left.
         self.excess = 0
+        #: The ledger after the last test: as long as nothing else has happened it need not be waited for again.
+        self.last: accounts.Ledger | None = None
 
 
 _trackers: dict[int, Tracker] = {}
@@ -123,11 +125,13 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     server: Server = request.getfixturevalue("server")
     tracker = _trackers[server.pid]
-    before = accounts.settled(server, tracker.pool, tracker.excess)
-    tracker.pool, tracker.excess = min(tracker.pool, before.pooled), before.excess_vmms
+    before = accounts.measure(server)
+    if before != tracker.last:
+        before = accounts.settled(server, tracker.pool, tracker.excess)
     yield
     after, found = accounts.check(server, before)
-    tracker.excess = after.excess_vmms
+    # A leak is reported once, and the tests after it are measured against what it left.
+    tracker.last, tracker.excess, tracker.pool = after, after.excess_vmms, min(tracker.pool, after.pooled)
     assert not found, f"left by this test: {found}"
 
 

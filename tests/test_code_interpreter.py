@@ -7,7 +7,7 @@ import re
 
 import pytest
 from e2b import NotFoundException, SandboxException, TimeoutException
-from e2b_code_interpreter.code_interpreter_sync import Sandbox
+from e2b_code_interpreter import Sandbox
 
 from harness.world import World
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +211,8 @@ def test_what_cannot_be_a_sandbox_id_is_refused(server: Server, identity: str) -
     ],
 )
 def test_deleting_what_is_not_there_is_404(server: Server, reference: str) -> None:
-    call(server, "DELETE", f"/templates/{reference}").assert_error(404)
+    code = (400, 404) if len(reference) > 1000 else 404
+    call(server, "DELETE", f"/templates/{reference}").assert_error(code)
 
 
 @pytest.mark.parametrize("path", ["/no/such/route", "/sandboxes/x/y/z", "/%2e%2e/%2e%2e"])
@@ -278,8 +282,8 @@ def test_a_taken_name_is_409_and_overwrites_nothing(world: World, server: Server
         ({"snapshotID": None}, 400),
         ({"snapshotID": NOTHING}, 404),
         ({"snapshotID": "default/no-such"}, 404),
-        ({"snapshotID": "no-such"}, 404),
-        ({"snapshotID": "base"}, 404),
+        ({"snapshotID": "no-such"}, (400, 404)),
+        ({"snapshotID": "base"}, (400, 404)),
         ({"snapshotID": LONG}, (400, 404)),
     ],
 )
@@ -405,15 +409,14 @@ def test_a_dead_sandbox_is_404_for_the_api_and_502_for_its_ports(world: World, s
     assert identity not in [item["sandboxID"] for item in all_sandboxes(server)]
 
 
-def test_a_guest_that_powers_itself_off_is_gone_with_everything(world: World, server: Server) -> None:
+def test_a_vmm_that_dies_takes_its_sandbox_along_and_no_other(world: World, server: Server, unharmed: Sandbox) -> None:
     sandbox = world.cube()
-    with pytest.raises(Exception):  # noqa: B017, PT011 - the connection ends in whatever way it does
-        sandbox.commands.run("echo 1 > /proc/sys/kernel/sysrq; echo o > /proc/sysrq-trigger; sleep 60")
-    wait_for(
-        "the sandbox to be gone",
-        lambda: call(server, "GET", f"/sandboxes/{sandbox.sandbox_id}").status == 404,
-    )
+    (vmm,) = [vm for vm in server.stats()["vms"] if vm["sandbox_id"] == sandbox.sandbox_id]
+    os.kill(vmm["pid"], signal.SIGKILL)
+    path = f"/sandboxes/{sandbox.sandbox_id}"
+    wait_for("the sandbox to be gone", lambda: call(server, "GET", path).status == 404)
     call(server, "GET", "/health", headers=guest_headers(sandbox.sandbox_id, 49983)).assert_error(502)
+    call(server, "POST", f"{path}/snapshots", {}).assert_error((404, 409))
 
 
 # Two operations at once
@@ -462,23 +465,21 @@ def test_two_snapshots_of_two_sandboxes_with_one_name_at_once(world: World, serv
     assert len(call(server, "GET", "/snapshots?name=race").json()) == 1
 
 
-def test_snapshot_and_rollback_at_once(world: World, server: Server, unharmed: Sandbox) -> None:
-    target = world.snapshot(unharmed)
-    base = f"/sandboxes/{unharmed.sandbox_id}"
-    snapshot, rollback = at_once(
+def test_snapshot_and_rollback_at_once(world: World, server: Server) -> None:
+    sandbox = world.cube()
+    run(sandbox, "echo whole > /root/state")
+    target = world.snapshot(sandbox)
+    base = f"/sandboxes/{sandbox.sandbox_id}"
+    answers = at_once(
         ("POST", f"{base}/snapshots", {}), ("POST", f"{base}/rollback", {"snapshotID": target}), server=server
     )
-    if snapshot.status == 201:
-        world.keep_snapshot(snapshot.json()["snapshotID"])
-    else:
-        snapshot.assert_error((409, 503))
-    if rollback.status != 200:
-        rollback.assert_error((409, 503))
-    assert 201 in (snapshot.status,) or rollback.status == 200
-    # Back on a snapshot that outlives this test.
-    victim_is_back = call(server, "POST", f"{base}/rollback", {"snapshotID": target})
-    assert victim_is_back.status == 200
-    world.server.get(f"{base}")
+    assert {201, 200} & {answer.status for answer in answers}, answers
+    for answer in answers:
+        if answer.status == 201:
+            world.keep_snapshot(answer.json()["snapshotID"])
+        elif answer.status != 200:
+            answer.assert_error((409, 503))
+    assert run(sandbox, "cat /root/state") == "whole"
 
 
 def test_two_rollbacks_at_once(world: World, server: Server) -> None:
@@ -492,6 +493,10 @@ def test_two_rollbacks_at_once(world: World, server: Server) -> None:
         answers = at_once(("POST", path, {"snapshotID": first}), ("POST", path, {"snapshotID": second}), server=server)
         check_conflicts(answers, 200)
         assert run(sandbox, "cat /root/state") in ("one", "two")
+
+
+def killed(server: Server, path: str) -> bool:
+    return call(server, "DELETE", path).status == 204
 
 
 def test_kill_in_the_middle_of_a_snapshot(world: World, server: Server) -> None:
@@ -508,14 +513,16 @@ def test_kill_in_the_middle_of_a_snapshot(world: World, server: Server) -> None:
             kill.assert_error(409)
             assert kill.headers["should-retry"] == "true"
             assert int(kill.headers["retry-after"]) >= 0
-            wait_for("the kill", lambda base=base: call(server, "DELETE", base).status == 204)
+            wait_for("the kill", partial(killed, server, base))
 
 
 def test_two_kills_at_once_one_of_which_is_late(world: World, server: Server) -> None:
     sandbox = world.cube()
     path = f"/sandboxes/{sandbox.sandbox_id}"
     answers = at_once(("DELETE", path, None), ("DELETE", path, None), ("DELETE", path, None), server=server)
-    assert sorted(answer.status for answer in answers) == [204, 404, 404]
+    statuses = sorted(answer.status for answer in answers)
+    assert statuses[0] == 204
+    assert set(statuses[1:]) <= {404, 409}, statuses
 
 
 def test_creates_from_a_snapshot_that_is_being_deleted(world: World, server: Server, unharmed: Sandbox) -> None:

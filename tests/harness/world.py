@@ -9,7 +9,7 @@ from typing import Any
 
 import cubesandbox
 import e2b as e2b_sdk
-from e2b_code_interpreter.code_interpreter_sync import Sandbox as Interpreter
+from e2b_code_interpreter import Sandbox as Interpreter
 
 from harness.rest import call
 from harness.server import Server
