@@ -51,7 +51,7 @@ up: build ## the server in the foreground on LISTEN (127.0.0.1:3000) until Ctrl-
 
 .PHONY: demo
 demo: build ## the main job once, on a server of its own; figures in target/demo/report.json
-	"$(PYTHON)" tests/demo.py
+	"$(PYTHON)" benches/demo.py
 
 # Cheap gates first; pytest last, so that its summary closes the run.
 .PHONY: test

@@ -23,7 +23,7 @@ from harness.rest import all_sandboxes, all_snapshots
 from harness.server import Server
 
 #: How long a server may take to finish what it does after it has answered: reaping, refilling the pool, uploading.
-SETTLE_S = 45.0
+SETTLE_S = 25.0
 
 _TEMPORARY = re.compile(r"(^|[._-])(tmp|temp|partial)([._-]|$)|\.tmp\w*$", re.IGNORECASE)
 
