@@ -1,0 +1,168 @@
+//! `POST /sandboxes` and `/v2/sandboxes`.
+//!
+//! ```text
+//!   parse (400) ▶ Catalog.Resolve (404) ▶ what a snapshot forbids (400) ▶ what we lack (501)
+//!     ▶ Scheduler.Place (503, nothing happened) ▶ Node.CreateSandbox ▶ Scheduler.Release, in every case
+//! ```
+//!
+//! All after the parsing runs in a task of its own: when the client hangs up, the sandbox is created all the same and
+//! lives until its timeout. A client that sent an `Idempotency-Key` gets that same sandbox when it asks again.
+//! If this process dies between placing and releasing, the reservation expires in the scheduler.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::Extension;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode};
+use snapyard_proto::retry::ShouldRetry;
+use snapyard_proto::v1;
+
+use super::App;
+use crate::errors::ApiError;
+use crate::fields::Fields;
+use crate::names::{new_access_token, new_sandbox_id};
+use crate::team::{Team, team_of};
+use crate::timing::{Received, restore_headers};
+use crate::validate::{Create, CreateDefaults, idempotency_key};
+use crate::wire::CreatedSandbox;
+
+/// The route of `cubesandbox`, whose commands never send an access token: not secure unless asked for.
+pub(super) async fn v1(
+    State(app): State<Arc<App>>,
+    Extension(received): Extension<Received>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Response, ApiError> {
+    create(app, received, &headers, body, false).await
+}
+
+/// The route of `e2b`, whose v2 contract is that every sandbox is secure.
+pub(super) async fn v2(
+    State(app): State<Arc<App>>,
+    Extension(received): Extension<Received>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Result<Response, ApiError> {
+    create(app, received, &headers, body, true).await
+}
+
+async fn create(
+    app: Arc<App>,
+    received: Received,
+    headers: &HeaderMap,
+    body: Bytes,
+    secure: bool,
+) -> Result<Response, ApiError> {
+    let team = team_of(headers)?;
+    let idempotency_key = idempotency_key(headers)?;
+    let defaults = CreateDefaults { timeout_s: app.config.default_timeout_s, secure };
+    let request = Create::from_fields(&Fields::parse(&body)?, defaults)?;
+    let digest = if idempotency_key.is_empty() { Vec::new() } else { blake3::hash(&body).as_bytes().to_vec() };
+    let operation = run(app.clone(), team, request, idempotency_key, digest, received);
+    app.detached(operation).await
+}
+
+async fn run(
+    app: Arc<App>,
+    team: Team,
+    request: Create,
+    idempotency_key: String,
+    request_digest: Vec<u8>,
+    received: Received,
+) -> Result<Response, ApiError> {
+    let resolved = resolve(&app, &team, &request.reference).await?;
+    if resolved.is_snapshot {
+        request.check_from_snapshot()?;
+    }
+    request.check_supported()?;
+
+    let sandbox_id = request.sandbox_id.unwrap_or_else(|| new_sandbox_id(random()));
+    let access_token = if request.secure { new_access_token(random()) } else { String::new() };
+
+    let place_started = Instant::now();
+    let mut scheduler = app.clients.scheduler();
+    let placed = scheduler.place(v1::PlaceRequest {
+        team: team.to_field(),
+        sandbox_id: sandbox_id.clone(),
+        snapshot_id: resolved.snapshot_id.clone(),
+        shape: resolved.shape,
+        needs: None,
+    });
+    let placed = placed.await.map_err(|status| ApiError::from(status).or_retry(ShouldRetry::Yes))?.into_inner();
+    let place = place_started.elapsed();
+
+    let before_node = received.0.elapsed();
+    let created = match app.clients.node(&placed.url) {
+        Ok(mut node) => node
+            .create_sandbox(v1::CreateSandboxRequest {
+                team: team.to_field(),
+                sandbox_id: sandbox_id.clone(),
+                snapshot_id: resolved.snapshot_id,
+                template_id: resolved.template_id,
+                alias: resolved.alias,
+                reservation_id: placed.reservation_id.clone(),
+                timeout_ms: request.timeout_ms,
+                metadata: request.metadata,
+                env: request.env,
+                access_token,
+                auto_pause: false,
+                auto_resume: false,
+                idempotency_key,
+                request_digest,
+            })
+            .await
+            .map_err(|status| after_the_fact(status.into())),
+        Err(error) => Err(error),
+    };
+    release(&app, placed.reservation_id);
+
+    let created = created?.into_inner();
+    let sandbox = created
+        .sandbox
+        .ok_or_else(|| tonic::Status::internal(format!("node {} answered without a sandbox", placed.node_id)))?;
+    tracing::info!(
+        sandbox_id = sandbox.id,
+        snapshot_id = sandbox.snapshot_id,
+        node_id = placed.node_id,
+        ms = received.0.elapsed().as_millis() as u64,
+        "sandbox created"
+    );
+    let headers = restore_headers(Some(place), before_node, created.timings.as_ref());
+    let body = axum::Json(CreatedSandbox::new(sandbox, &app.config.domain));
+    Ok((StatusCode::CREATED, headers, body).into_response())
+}
+
+/// A failure of a call that may have had its effect: unless the node says otherwise, a server error is not to be
+/// repeated blindly. (A refusal, 4xx, had no effect.)
+pub(super) fn after_the_fact(error: ApiError) -> ApiError {
+    if error.status().is_server_error() { error.or_retry(ShouldRetry::No) } else { error }
+}
+
+async fn resolve(app: &App, team: &Team, reference: &str) -> Result<v1::ResolveResponse, ApiError> {
+    let request = v1::ResolveRequest { team: team.to_field(), reference: reference.to_owned() };
+    let answer = app.clients.catalog().resolve(request).await.map_err(|status| {
+        ApiError::from(status).if_not_found(|| {
+            ApiError::not_found(format!("template or snapshot `{reference}` was not found; see `GET /templates`"))
+        })
+    })?;
+    Ok(answer.into_inner())
+}
+
+/// Not waited for: the client has nothing to gain from it, and a lost release is made good by the expiry.
+fn release(app: &App, reservation_id: String) {
+    let mut scheduler = app.clients.scheduler();
+    app.tasks.spawn(async move {
+        if let Err(status) = scheduler.release(v1::ReleaseRequest { reservation_id }).await {
+            tracing::warn!(message = status.message(), "a reservation could not be released; it will expire");
+        }
+    });
+}
+
+fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes).expect("the kernel gives random bytes");
+    bytes
+}

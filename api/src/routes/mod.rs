@@ -1,0 +1,125 @@
+//! The REST routes, and what their handlers share.
+//!
+//! Handlers validate, convert and call. Anything that changes something runs in a task of its own ([`App::detached`]),
+//! so that a client that hangs up does not cut an operation in the middle.
+
+mod create;
+mod listing;
+mod query;
+mod sandboxes;
+mod snapshots;
+mod templates;
+
+use std::future::Future;
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{DefaultBodyLimit, FromRequestParts, Path};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{any, get, post};
+use http::StatusCode;
+use http::request::Parts;
+use tokio_util::task::TaskTracker;
+
+use crate::clients::Clients;
+use crate::config::ApiConfig;
+use crate::errors::ApiError;
+use crate::proxy::Proxy;
+
+/// What every handler can reach.
+#[derive(Debug)]
+pub(crate) struct App {
+    pub(crate) config: ApiConfig,
+    pub(crate) clients: Arc<Clients>,
+    pub(crate) proxy: Proxy,
+    /// Everything that goes on after its request; shutdown waits for it.
+    pub(crate) tasks: TaskTracker,
+}
+
+impl App {
+    /// Runs `operation` to its end, whether or not the client waits for it.
+    async fn detached<T: Send + 'static>(
+        &self,
+        operation: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        self.tasks.spawn(operation).await.unwrap_or_else(|error| {
+            tracing::error!(%error, "an operation broke off");
+            Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the server broke off; look before you repeat it"))
+        })
+    }
+}
+
+/// All routes.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    Router::new()
+        .route("/health", get(health))
+        .route("/sandboxes", get(listing::sandboxes).post(create::v1))
+        .route("/v2/sandboxes", get(listing::sandboxes).post(create::v2))
+        .route("/sandboxes/{id}", get(sandboxes::get).delete(sandboxes::kill))
+        .route("/sandboxes/{id}/connect", post(sandboxes::connect_v1))
+        .route("/v2/sandboxes/{id}/connect", post(sandboxes::connect_v2))
+        .route("/sandboxes/{id}/timeout", post(sandboxes::timeout))
+        .route("/sandboxes/{id}/refreshes", post(sandboxes::refresh))
+        .route("/sandboxes/{id}/snapshots", post(snapshots::create))
+        .route("/sandboxes/{id}/rollback", post(snapshots::rollback))
+        .route("/sandboxes/{id}/{operation}", any(unimplemented_operation))
+        .route("/snapshots", get(listing::snapshots))
+        .route("/templates", get(templates::list).post(unimplemented_build))
+        .route("/v2/templates", get(templates::list))
+        .route("/v3/templates", post(unimplemented_build))
+        .route("/v2/templates/{*rest}", any(unimplemented_build))
+        .route("/templates/{*reference}", get(templates::get).delete(templates::delete).fallback(unimplemented_build))
+        .fallback(unknown)
+        .method_not_allowed_fallback(wrong_method)
+        // The body has been read and capped before it comes here.
+        .layer(DefaultBodyLimit::disable())
+        .with_state(app)
+}
+
+async fn health() -> Response {
+    axum::Json(serde_json::json!({ "status": "ok" })).into_response()
+}
+
+/// Routes of the public API that this server does not have yet.
+async fn unimplemented_operation(PathText((_, operation)): PathText<(String, String)>) -> ApiError {
+    match operation.as_str() {
+        "pause" | "resume" | "fork" | "network" | "logs" | "metrics" => {
+            ApiError::unimplemented(&format!("the operation `{operation}` of a sandbox"))
+        }
+        _ => no_route(),
+    }
+}
+
+async fn unimplemented_build() -> ApiError {
+    ApiError::unimplemented("building and tagging templates over REST (use `snapyard template build`)")
+}
+
+async fn unknown() -> ApiError {
+    no_route()
+}
+
+async fn wrong_method() -> ApiError {
+    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "this route exists, but not with this method")
+}
+
+fn no_route() -> ApiError {
+    ApiError::not_found("there is no such route")
+}
+
+/// The variable parts of a path, percent-decoded; 400 when they are no text.
+struct PathText<T>(T);
+
+impl<T, S> FromRequestParts<S> for PathText<T>
+where
+    T: serde::de::DeserializeOwned + Send,
+    S: Send + Sync,
+{
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
+        match Path::<T>::from_request_parts(parts, state).await {
+            Ok(Path(text)) => Ok(Self(text)),
+            Err(rejection) => Err(ApiError::invalid(format!("the path cannot be read: {rejection}"))),
+        }
+    }
+}
