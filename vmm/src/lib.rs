@@ -12,20 +12,41 @@
 //! through [`PageSource`] and knows nothing of how they are stored.
 
 pub mod capture;
+pub mod cgroup;
 pub mod descriptors;
+pub mod driver;
+pub mod facts;
+pub mod hypervisor;
 pub mod image;
+pub mod nbd;
+pub mod overlay;
 mod pagemap;
 pub mod pages;
 pub mod pageserver;
+mod pool;
 pub mod preload;
+pub mod process;
+pub mod qemu;
+pub mod qmp;
 pub mod region;
+pub mod shape;
 pub mod source;
+mod tail;
 mod uffd;
+pub mod vm;
 
 pub use capture::{CaptureError, DirtyPages, capture_dirty, private_bytes};
+pub use cgroup::CgroupMode;
+pub use driver::{DriverError, RestoreTimings, VmControl, VmDriver};
+pub use facts::{Accelerator, HostFacts};
+pub use hypervisor::{Hypervisor, RestoreFrom, VmmConfig};
 pub use image::{Backing, FillError, FillPolicy, ImageError, MemoryImage, PageState};
+pub use overlay::{DiskError, FrozenDisk};
 pub use pages::{PageRange, PageSet};
 pub use pageserver::{FaultStats, GuestFault, PageServer, ServeConfig, ServeError, ServedGuest};
 pub use preload::{Preload, PreloadChannel, PreloadError, placeholder};
+pub use qemu::accel::AcceleratorChoice;
 pub use region::Region;
+pub use shape::{GuestPort, Shape};
 pub use source::{ChunkData, ChunkNo, Geometry, GeometryError, PAGE_SIZE, PageSource, SourceError, ZeroSource};
+pub use vm::{Capture, MemoryStats, Vm, VmError, VmFailure};

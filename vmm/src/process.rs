@@ -1,0 +1,214 @@
+//! VMM processes: started by one thread, watched by one task each, reaped always.
+//!
+//! ```text
+//!   Spawner thread ──fork──▶ VMM ──exit──▶ supervisor task: reap, remove cgroup, publish the exit
+//!                             ▲                  ▲
+//!                             └──── SIGKILL ─────┘ kill(), or the last handle dropped
+//! ```
+//!
+//! Invariants:
+//! - A process is signalled only by its supervisor, which is also who reaps it: never a stranger with a reused number.
+//! - When an exit is published, the process is reaped and its cgroup is gone.
+//! - VMMs that are to die with the node ask the kernel for it (`PR_SET_PDEATHSIG`). The kernel takes the *thread* that
+//!   forked for the parent, hence the one thread that lives as long as anybody needs it.
+//! - Privileges are dropped before exec, in this order: groups, gid, uid, no_new_privs, death signal (a change of uid
+//!   clears it).
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use nix::unistd::{Gid, Pid, Uid, getpid, getppid, setgid, setgroups, setuid};
+use tokio::process::Child;
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, oneshot, watch};
+
+use crate::cgroup::VmCgroup;
+use crate::tail::Tail;
+
+const STDERR_KEPT: usize = 8 << 10;
+
+struct Job {
+    command: Command,
+    answer: oneshot::Sender<io::Result<Child>>,
+}
+
+/// The thread that starts VMMs. When the last handle is dropped, VMMs that die with the node die.
+#[derive(Debug, Clone)]
+pub struct Spawner {
+    jobs: mpsc::Sender<Job>,
+}
+
+impl Spawner {
+    /// Starts the thread. Processes are watched on `runtime`.
+    pub fn new(runtime: Handle) -> io::Result<Self> {
+        let (jobs, queue) = mpsc::channel::<Job>();
+        thread::Builder::new().name("vmm-spawner".into()).spawn(move || {
+            let _entered = runtime.enter();
+            for Job { command, answer } in queue {
+                let mut command = tokio::process::Command::from(command);
+                let started = command.kill_on_drop(true).spawn();
+                // Our copies of what the child inherits.
+                drop(command);
+                // A caller that went away drops the child, which kills it.
+                let _ = answer.send(started);
+            }
+        })?;
+        Ok(Self { jobs })
+    }
+
+    async fn spawn(&self, command: Command) -> io::Result<Child> {
+        let (answer, started) = oneshot::channel();
+        let ended = || io::Error::other("the spawner thread has ended");
+        self.jobs.send(Job { command, answer }).map_err(|_| ended())?;
+        started.await.map_err(|_| ended())?
+    }
+}
+
+/// As whom a VMM runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// User id.
+    pub uid: u32,
+    /// Group id; the only group.
+    pub gid: u32,
+}
+
+/// How a VMM process ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VmmExit {
+    /// Status or signal, for people.
+    pub status: String,
+    /// The end of what it wrote to its standard error.
+    pub stderr: String,
+}
+
+impl std::fmt::Display for VmmExit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}", self.status)?;
+        if !self.stderr.is_empty() {
+            write!(f, " ({})", self.stderr.trim_end().replace('\n', "; "))?;
+        }
+        Ok(())
+    }
+}
+
+/// A running VMM. Dropping it kills the process.
+#[derive(Debug)]
+pub struct VmmProcess {
+    pid: u32,
+    kill: Arc<Notify>,
+    exit: watch::Receiver<Option<VmmExit>>,
+    _spawner: Spawner,
+}
+
+impl VmmProcess {
+    /// Starts `command`, which already has its arguments and inherited descriptors.
+    pub async fn start(
+        spawner: &Spawner,
+        mut command: Command,
+        identity: Option<Identity>,
+        die_with_node: bool,
+        cgroup: Option<VmCgroup>,
+    ) -> io::Result<Self> {
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).process_group(0);
+        prepare(&mut command, identity, die_with_node);
+        let mut child = spawner.spawn(command).await?;
+        let pid = child.id().ok_or_else(|| io::Error::other("the VMM is reaped already"))?;
+        if let Some(cgroup) = &cgroup {
+            cgroup.enter(pid);
+        }
+        let stderr = child.stderr.take().map(|stderr| Tail::follow(stderr, STDERR_KEPT));
+        let kill = Arc::new(Notify::new());
+        let (published, exit) = watch::channel(None);
+        let asked = Arc::clone(&kill);
+        tokio::spawn(async move {
+            let status = loop {
+                tokio::select! {
+                    status = child.wait() => break status,
+                    () = asked.notified() => {
+                        if let Err(cause) = child.start_kill() {
+                            tracing::debug!(pid, %cause, "VMM not killed, it may have ended");
+                        }
+                    }
+                }
+            };
+            let stderr = match stderr {
+                Some(tail) => tail.finish().await,
+                None => String::new(),
+            };
+            if let Some(cgroup) = cgroup {
+                // A runtime that is shutting down removes it in the drop of the closure.
+                let _ = tokio::task::spawn_blocking(move || drop(cgroup)).await;
+            }
+            published.send_replace(Some(VmmExit { status: describe(status), stderr }));
+        });
+        Ok(Self { pid, kill, exit, _spawner: spawner.clone() })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Becomes `Some` when the process is reaped.
+    pub fn exit(&self) -> watch::Receiver<Option<VmmExit>> {
+        self.exit.clone()
+    }
+
+    /// Whether the process is reaped.
+    pub fn has_exited(&self) -> bool {
+        self.exit.borrow().is_some()
+    }
+
+    /// Kills the process and waits until it is reaped. May be called again.
+    pub async fn kill(&self) -> VmmExit {
+        self.kill.notify_one();
+        let mut exit = self.exit.clone();
+        match exit.wait_for(Option::is_some).await {
+            Ok(exit) => exit.clone().expect("waited for it"),
+            Err(_) => VmmExit { status: "killed with the runtime".into(), stderr: String::new() },
+        }
+    }
+}
+
+impl Drop for VmmProcess {
+    fn drop(&mut self) {
+        self.kill.notify_one();
+    }
+}
+
+fn describe(status: io::Result<ExitStatus>) -> String {
+    match status {
+        Ok(status) => status.to_string(),
+        Err(cause) => format!("unknown end: {cause}"),
+    }
+}
+
+fn prepare(command: &mut Command, identity: Option<Identity>, die_with_node: bool) {
+    let node = getpid();
+    let drop_privileges = move || enter_vmm(identity, die_with_node.then_some(node));
+    // SAFETY: between fork and exec the closure only makes system calls; it takes no lock and allocates nothing.
+    unsafe { command.pre_exec(drop_privileges) };
+}
+
+fn enter_vmm(identity: Option<Identity>, die_with: Option<Pid>) -> io::Result<()> {
+    if let Some(Identity { uid, gid }) = identity {
+        setgroups(&[])?;
+        setgid(Gid::from_raw(gid))?;
+        setuid(Uid::from_raw(uid))?;
+    }
+    prctl::set_no_new_privs()?;
+    if let Some(node) = die_with {
+        prctl::set_pdeathsig(Signal::SIGKILL)?;
+        // The node may have died before the kernel was asked.
+        if getppid() != node {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+    }
+    Ok(())
+}
