@@ -12,7 +12,8 @@ SHELL := /bin/bash
 SNAPYARD_CACHE ?= $(HOME)/.cache/snapyard
 export SNAPYARD_CACHE
 export CARGO_TARGET_DIR := $(SNAPYARD_CACHE)/target
-export PATH := $(SNAPYARD_CACHE)/tools/bin:$(HOME)/.cargo/bin:$(PATH)
+# deploy/cxx: the C++ compiler that keeps RocksDB from taking half an hour.
+export PATH := $(CURDIR)/deploy/cxx:$(SNAPYARD_CACHE)/tools/bin:$(HOME)/.cargo/bin:$(PATH)
 
 RELEASE := $(CARGO_TARGET_DIR)/release
 PYTHON := $(SNAPYARD_CACHE)/sdk/bin/python
