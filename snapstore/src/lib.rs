@@ -1,9 +1,53 @@
-//! Content-addressed store for the images of guests.
+//! Content-addressed store for the images of guests: chunks, packs, manifests, the node's cache, the blob store behind it,
+//! and the catalog of what exists.
 //!
-//! An image is cut into chunks, each chunk is known by the keyed hash of its bytes, new chunks are written into packs, and
-//! a manifest says which chunks a snapshot consists of.
+//! ```text
+//!                store ── opens the parts, hands out writers and readers
+//!              /   |    \
+//!        ingest  reader  upload            a snapshot in, a snapshot out, a snapshot away
+//!              \   |    /
+//!                fetch                     one chunk, from wherever a good copy is; single flight
+//!              /   |    \
+//!         cache staging  blob              RocksDB | files | S3
+//!
+//!         chunk  index  pack  manifest     the stored formats; no I/O
+//!         ids  clock                       used by all, and by the catalog
+//!
+//!         catalog                          names and rows; knows nothing of chunks
+//!         s3d                              an S3 endpoint for a node that has none
+//! ```
+//!
+//! Absent on purpose: virtual machines (another crate), and any way to read a byte that was not verified.
 
+mod blocking;
+pub mod blob;
+pub mod cache;
 pub mod catalog;
+pub mod chunk;
 pub mod clock;
+pub mod error;
+mod fetch;
+mod flight;
 pub mod ids;
+pub mod index;
+mod ingest;
+pub mod manifest;
+pub mod pack;
+mod reader;
 pub mod s3d;
+pub mod staging;
+mod stats;
+mod store;
+#[cfg(test)]
+mod tests;
+mod upload;
+
+pub use chunk::DEFAULT_CHUNK_BYTES;
+pub use error::{ReadError, Source, StoreError, Tried};
+pub use ingest::{ImageSpec, ImageWriter, Ingest, Sealed};
+pub use manifest::{BlobRef, HostFacts, ImageRef, Manifest, Shape};
+pub use pack::PackRef;
+pub use reader::{ChunkData, ImageReader, SnapshotReader};
+pub use stats::{RemoteUsage, StoreStats};
+pub use store::{Store, StoreConfig};
+pub use upload::UploadReport;

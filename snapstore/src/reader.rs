@@ -1,0 +1,192 @@
+//! Reading a stored snapshot, lazily: nothing is fetched before it is asked for.
+//!
+//! ```text
+//!   SnapshotReader ──image()──> ImageReader ──read(chunk)──> root (once) ──> index page (kept) ──> chunk
+//! ```
+//!
+//! Invariants:
+//! - an index node is used only after its hash was verified, like any chunk;
+//! - what `read` returns has exactly the length of its place in the image;
+//! - readers are cheap to clone; clones share the index pages that were read.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::{Bytes, BytesMut};
+use parking_lot::Mutex;
+use tokio::sync::OnceCell;
+
+use crate::error::ReadError;
+use crate::fetch::{Fetcher, Scope};
+use crate::ids::{ChunkId, ChunkNo};
+use crate::index::{self, FANOUT, Geometry, IndexError, Level};
+use crate::manifest::{BLOB_PIECE_BYTES, BlobRef, ImageRef, MAX_BLOB_BYTES, Manifest};
+
+/// Index pages that one image's readers keep: 8 MiB, enough for 16 GiB of chunks of 64 KiB. Beyond that all are dropped
+/// and come back from the cache as they are needed.
+const PAGES_KEPT: usize = 1024;
+
+/// What a chunk of an image holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ChunkData {
+    /// Zeros, and nothing had to be fetched to know it.
+    Zero,
+    /// The plain bytes: the image's chunk size, or less for the last chunk.
+    Bytes(Bytes),
+}
+
+/// A stored snapshot.
+#[derive(Clone)]
+pub struct SnapshotReader {
+    fetcher: Arc<Fetcher>,
+    scope: Arc<Scope>,
+    manifest: Arc<Manifest>,
+}
+
+impl SnapshotReader {
+    pub(crate) fn new(fetcher: Arc<Fetcher>, scope: Arc<Scope>, manifest: Arc<Manifest>) -> Self {
+        Self { fetcher, scope, manifest }
+    }
+
+    /// The manifest it was opened with.
+    pub fn manifest(&self) -> &Arc<Manifest> {
+        &self.manifest
+    }
+
+    /// A reader of one of the snapshot's images. An impossible size or chunking shows at the first read.
+    pub fn image(&self, image: &ImageRef) -> ImageReader {
+        ImageReader(Arc::new(Image {
+            fetcher: Arc::clone(&self.fetcher),
+            scope: Arc::clone(&self.scope),
+            image: *image,
+            geometry: image.geometry(),
+            root: OnceCell::new(),
+            pages: Mutex::new(HashMap::new()),
+        }))
+    }
+
+    /// A small blob, whole.
+    pub async fn blob(&self, blob: &BlobRef) -> Result<Bytes, ReadError> {
+        let mut rest = usize::try_from(blob.size_bytes.min(MAX_BLOB_BYTES)).expect("capped");
+        let mut out = BytesMut::with_capacity(rest);
+        for piece in &blob.pieces {
+            let expected = rest.min(BLOB_PIECE_BYTES);
+            if piece.is_zero() {
+                out.resize(out.len() + expected, 0);
+            } else {
+                out.extend_from_slice(&exact(*piece, self.fetcher.fetch(&self.scope, *piece).await?, expected)?);
+            }
+            rest -= expected;
+        }
+        if out.len() as u64 == blob.size_bytes {
+            Ok(out.freeze())
+        } else {
+            let chunk = blob.pieces.last().copied().unwrap_or(ChunkId::ZERO);
+            Err(ReadError::Length { chunk, actual: out.len() as u64, expected: blob.size_bytes })
+        }
+    }
+}
+
+fn exact(chunk: ChunkId, plain: Bytes, expected: usize) -> Result<Bytes, ReadError> {
+    if plain.len() == expected {
+        Ok(plain)
+    } else {
+        Err(ReadError::Length { chunk, actual: plain.len() as u64, expected: expected as u64 })
+    }
+}
+
+struct Image {
+    fetcher: Arc<Fetcher>,
+    scope: Arc<Scope>,
+    image: ImageRef,
+    geometry: Result<Geometry, IndexError>,
+    root: OnceCell<Arc<[ChunkId]>>,
+    pages: Mutex<HashMap<usize, Arc<[ChunkId]>>>,
+}
+
+/// One image of a stored snapshot.
+#[derive(Clone)]
+pub struct ImageReader(Arc<Image>);
+
+impl ImageReader {
+    /// Size of the image, bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.0.image.size_bytes
+    }
+
+    /// Bytes per chunk; the last chunk may be shorter.
+    pub fn chunk_size(&self) -> u32 {
+        self.0.image.chunk_size
+    }
+
+    /// What this reads.
+    pub fn image_ref(&self) -> &ImageRef {
+        &self.0.image
+    }
+
+    pub(crate) fn scope(&self) -> &Arc<Scope> {
+        &self.0.scope
+    }
+
+    pub(crate) fn geometry(&self) -> Result<Geometry, IndexError> {
+        self.0.geometry.clone()
+    }
+
+    /// One chunk, verified. Many readers of the same chunk at once share one fetch.
+    pub async fn read(&self, chunk: ChunkNo) -> Result<ChunkData, ReadError> {
+        let geometry = self.geometry()?;
+        let id = self.chunk_id(chunk).await?;
+        if id.is_zero() {
+            return Ok(ChunkData::Zero);
+        }
+        let expected = geometry.chunk_len(chunk).expect("chunk_id checked the number");
+        let plain = self.0.fetcher.fetch(&self.0.scope, id).await?;
+        exact(id, plain, expected).map(ChunkData::Bytes)
+    }
+
+    /// The id of one chunk, from the index; the chunk itself is not fetched.
+    pub async fn chunk_id(&self, chunk: ChunkNo) -> Result<ChunkId, ReadError> {
+        let geometry = self.geometry()?;
+        if geometry.chunk_len(chunk).is_none() {
+            return Err(ReadError::OutOfRange { chunk, chunks: geometry.chunks() });
+        }
+        let (page, slot) = index::slot(chunk);
+        Ok(self.page(page).await?.map_or(ChunkId::ZERO, |ids| ids[slot]))
+    }
+
+    /// The ids of all index pages.
+    pub(crate) async fn root(&self) -> Result<Arc<[ChunkId]>, ReadError> {
+        self.0.root.get_or_try_init(|| self.load_root()).await.cloned()
+    }
+
+    async fn load_root(&self) -> Result<Arc<[ChunkId]>, ReadError> {
+        let ids = self.geometry()?.root_ids();
+        match self.0.image.root {
+            root if root.is_zero() => Ok(vec![ChunkId::ZERO; ids].into()),
+            root => self.node(Level::Root, ids, root).await,
+        }
+    }
+
+    /// The ids of one index page; `None` when all are zero. The page must exist.
+    pub(crate) async fn page(&self, page: usize) -> Result<Option<Arc<[ChunkId]>>, ReadError> {
+        if let Some(ids) = self.0.pages.lock().get(&page) {
+            return Ok(Some(Arc::clone(ids)));
+        }
+        let id = self.root().await?[page];
+        if id.is_zero() {
+            return Ok(None);
+        }
+        let ids = self.node(Level::Page, FANOUT, id).await?;
+        let mut pages = self.0.pages.lock();
+        if pages.len() >= PAGES_KEPT {
+            pages.clear();
+        }
+        pages.insert(page, Arc::clone(&ids));
+        Ok(Some(ids))
+    }
+
+    async fn node(&self, level: Level, ids: usize, id: ChunkId) -> Result<Arc<[ChunkId]>, ReadError> {
+        let node = self.0.fetcher.fetch(&self.0.scope, id).await?;
+        Ok(index::decode_node(level, ids, &node)?.into())
+    }
+}
