@@ -1,0 +1,169 @@
+//! Port 49982: what the node alone may ask. The proxy never routes to it, and connections from inside the guest are
+//! refused ([`crate::http::Peers`]).
+//!
+//! ```text
+//! template   GET /health … POST /warm, POST /freeze │ snapshot
+//! restore    POST /init: clock → randomness → names → session → cut connections → reseed → thaw → 204
+//! snapshot   POST /freeze │ snapshot │ POST /thaw (in the source; the copies get /init)
+//! ports      CONNECT 127.0.0.1:PORT → 200, then bytes both ways
+//! ```
+//!
+//! Invariant: between the restore and the thaw at the end of `/init` nothing of the user's runs, so nothing of it can
+//! see the snapshot's clock or draw the snapshot's random numbers. `/init` may be repeated: each call is complete.
+//! Should it fail half-way, the guest stays frozen and the node gives it up.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use http::{Method, Request, StatusCode};
+use hyper::body::Incoming;
+use hyper::upgrade::Upgraded;
+use hyper_util::rt::TokioIo;
+use serde::Deserialize;
+use tokio::net::TcpStream;
+
+use crate::http::{Answer, Scope, Stream, collect, empty, error};
+use crate::state::{Agent, Session};
+use crate::sys::identity;
+use crate::warm;
+
+/// Largest body that this port takes.
+const BODY_MAX: usize = 1 << 20;
+
+/// What a guest is told at its start and after each restore.
+#[derive(Debug, Deserialize)]
+pub struct Init {
+    /// Id of the sandbox.
+    pub sandbox_id: String,
+    /// Its host name.
+    pub hostname: String,
+    /// The wall clock, nanoseconds since 1970.
+    pub unix_ns: u64,
+    /// Random bytes for the kernel, base64; 64 are right.
+    pub entropy: String,
+    /// What `X-Access-Token` must say.
+    #[serde(default)]
+    pub access_token: Option<String>,
+    /// Environment of all processes and contexts to come.
+    #[serde(default)]
+    pub env: BTreeMap<String, String>,
+}
+
+/// Answers one request.
+pub async fn handle(agent: Arc<Agent>, request: Request<Incoming>, scope: Scope) -> Answer {
+    if request.method() == Method::CONNECT {
+        return connect(request, scope).await;
+    }
+    // A node that hangs up must not leave a step half done.
+    let work = tokio::spawn(route(agent, request, scope));
+    work.await.unwrap_or_else(|failed| error(StatusCode::INTERNAL_SERVER_ERROR, &format!("the agent failed: {failed}")))
+}
+
+async fn route(agent: Arc<Agent>, request: Request<Incoming>, scope: Scope) -> Answer {
+    let path = request.uri().path().to_owned();
+    match (request.method().as_str(), path.as_str()) {
+        ("GET", "/health") => empty(StatusCode::NO_CONTENT),
+        ("POST", "/init") => {
+            let body = match collect(request.into_body(), BODY_MAX).await {
+                Ok(body) => body,
+                Err(broken) => return error(StatusCode::BAD_REQUEST, &broken.to_string()),
+            };
+            let init: Init = match serde_json::from_slice(&body) {
+                Ok(init) => init,
+                Err(malformed) => return error(StatusCode::BAD_REQUEST, &format!("malformed init: {malformed}")),
+            };
+            done("init", apply(&agent, init, &scope))
+        }
+        ("POST", "/freeze") => done("freeze", agent.cgroup.freeze().await),
+        ("POST", "/thaw") => done("thaw", agent.cgroup.thaw()),
+        ("POST", "/warm") => done("warm", warm::warm(&agent).await),
+        (method, path) => error(StatusCode::NOT_FOUND, &format!("no route for {method} {path}")),
+    }
+}
+
+fn done(what: &str, result: io::Result<()>) -> Answer {
+    match result {
+        Ok(()) => empty(StatusCode::NO_CONTENT),
+        Err(cause) => error(StatusCode::INTERNAL_SERVER_ERROR, &format!("{what}: {cause}")),
+    }
+}
+
+/// The order is the point: whatever runs after the thaw finds everything new.
+fn apply(agent: &Agent, init: Init, scope: &Scope) -> io::Result<()> {
+    let entropy = BASE64.decode(&init.entropy).map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
+    if entropy.len() < 16 {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "entropy must be at least 16 bytes"));
+    }
+    if agent.guest {
+        identity::set_wall_clock(init.unix_ns)?;
+        identity::add_entropy(&entropy)?;
+        nix::unistd::sethostname(&init.hostname)?;
+    }
+    write_names(agent, &init.hostname, &entropy)?;
+    agent.set_session(Session {
+        sandbox_id: init.sandbox_id,
+        access_token: init.access_token.filter(|token| !token.is_empty()),
+        env: init.env,
+        generation: 0,
+    });
+    agent.connections.cut_all_but(scope.id);
+    agent.interpreter.reseed()?;
+    agent.cgroup.thaw()
+}
+
+/// Host name and machine id on the disk. Written in place: a rename would touch the directory, and one more block.
+fn write_names(agent: &Agent, hostname: &str, entropy: &[u8]) -> io::Result<()> {
+    use std::fmt::Write as _;
+    // Not the bytes that went to the kernel's pool themselves: this file is readable by everybody.
+    let mut id = String::with_capacity(33);
+    for byte in crate::auth::sha256(&[b"machine-id", entropy].concat()).iter().take(16) {
+        let _ = write!(id, "{byte:02x}");
+    }
+    id.push('\n');
+    fs::write(agent.root.join("etc/machine-id"), id)?;
+    fs::write(agent.root.join("etc/hostname"), format!("{hostname}\n"))?;
+    let hosts = format!("127.0.0.1 localhost\n127.0.1.1 {hostname}\n::1 localhost ip6-localhost ip6-loopback\n");
+    fs::write(agent.root.join("etc/hosts"), hosts)
+}
+
+/// Opens a tunnel to a port of this guest.
+async fn connect(request: Request<Incoming>, scope: Scope) -> Answer {
+    let target = request.uri().authority().and_then(|authority| {
+        let local = matches!(authority.host(), "127.0.0.1" | "localhost");
+        authority.port_u16().filter(|port| local && *port != 0)
+    });
+    let Some(port) = target else {
+        return error(StatusCode::BAD_REQUEST, "CONNECT takes 127.0.0.1:PORT");
+    };
+    let Ok(inner) = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await else {
+        return error(StatusCode::BAD_GATEWAY, "port is not open");
+    };
+    let _ = inner.set_nodelay(true);
+    tokio::spawn(async move {
+        if let Ok(outer) = hyper::upgrade::on(request).await {
+            tunnel(outer, inner, scope).await;
+        }
+    });
+    empty(StatusCode::OK)
+}
+
+async fn tunnel(outer: Upgraded, mut inner: TcpStream, mut scope: Scope) {
+    let Ok(parts) = outer.downcast::<TokioIo<Stream>>() else { return };
+    let mut outer = parts.io.into_inner();
+    // What the client sent right behind its request.
+    if !parts.read_buf.is_empty() && tokio::io::AsyncWriteExt::write_all(&mut inner, &parts.read_buf).await.is_err() {
+        return;
+    }
+    tokio::select! {
+        _ = tokio::io::copy_bidirectional(&mut outer, &mut inner) => {}
+        () = scope.cut() => {
+            outer.reset_on_close();
+            let _ = inner.set_zero_linger();
+        }
+    }
+}
