@@ -43,7 +43,11 @@ mod tests;
 mod upload;
 
 pub use chunk::DEFAULT_CHUNK_BYTES;
+pub use clock::{Clock, ManualClock, SystemClock};
 pub use error::{ReadError, Source, StoreError, Tried};
+pub use ids::{
+    ChunkId, ChunkNo, DomainKey, InvalidId, NodeId, PackId, SandboxId, SnapshotId, TeamId, TemplateId,
+};
 pub use ingest::{ImageSpec, ImageWriter, Ingest, Sealed};
 pub use manifest::{BlobRef, HostFacts, ImageRef, Manifest, Shape};
 pub use pack::PackRef;
