@@ -196,22 +196,33 @@ struct End {
 impl End {
     /// The shell's view of how it ended.
     fn code(&self) -> Result<u8, ProtocolError> {
-        let code = self.exit_code.unwrap_or(0);
-        if let Ok(code) = u8::try_from(code)
-            && (code != 0 || self.error.is_none())
-            && !self.status.starts_with("signal")
-        {
-            return Ok(code);
+        if let Some(name) = self.status.strip_prefix("signal: ") {
+            return Ok(signal_number(name).map_or(255, |signal| 128 + signal));
         }
-        let signal = [("killed", 9), ("terminated", 15), ("segmentation", 11), ("abort", 6), ("interrupt", 2)]
-            .into_iter()
-            .find_map(|(word, signal)| self.status.to_ascii_lowercase().contains(word).then_some(signal));
-        match (signal, &self.error) {
-            (Some(signal), _) => Ok(128 + signal),
-            (None, Some(error)) => Err(ProtocolError::Malformed(format!("the process failed: {error}"))),
-            (None, None) => Ok(255),
+        match (u8::try_from(self.exit_code.unwrap_or(0)), &self.error) {
+            (Ok(0), Some(error)) => Err(ProtocolError::Malformed(format!("the process failed: {error}"))),
+            (Ok(code), _) => Ok(code),
+            (Err(_), _) => Ok(255),
         }
     }
+}
+
+/// A signal by the name that the agent uses: those of Go's `syscall.Signal`, or `signal N`.
+fn signal_number(name: &str) -> Option<u8> {
+    const NAMES: [(&str, u8); 8] = [
+        ("hangup", 1),
+        ("interrupt", 2),
+        ("quit", 3),
+        ("aborted", 6),
+        ("killed", 9),
+        ("segmentation fault", 11),
+        ("broken pipe", 13),
+        ("terminated", 15),
+    ];
+    if let Some((_, number)) = NAMES.into_iter().find(|(known, _)| *known == name) {
+        return Some(number);
+    }
+    name.strip_prefix("signal ")?.parse().ok().filter(|number| *number < 128)
 }
 
 fn parse<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<T, ProtocolError> {
@@ -299,9 +310,11 @@ mod tests {
             other => panic!("{end}: {other:?}"),
         };
         assert_eq!(code(r#"{"exited":true,"status":"exit status 0"}"#), 0);
-        assert_eq!(code(r#"{"exitCode":3,"exited":true,"status":"exit status 3"}"#), 3);
-        assert_eq!(code(r#"{"exitCode":-1,"exited":false,"status":"signal: killed"}"#), 137);
-        assert_eq!(code(r#"{"exitCode":0,"exited":false,"status":"signal: terminated","error":"signal"}"#), 143);
-        assert_eq!(code(r#"{"exitCode":-1,"status":"signal: 40"}"#), 255);
+        assert_eq!(code(r#"{"exitCode":3,"exited":true,"status":"exit status 3","error":"exit status 3"}"#), 3);
+        assert_eq!(code(r#"{"exitCode":-1,"status":"signal: killed","error":"signal: killed"}"#), 137);
+        assert_eq!(code(r#"{"exitCode":0,"status":"signal: terminated","error":"signal"}"#), 143);
+        assert_eq!(code(r#"{"exitCode":-1,"status":"signal: signal 40"}"#), 168);
+        assert_eq!(code(r#"{"exitCode":-1,"status":"signal: signal 400"}"#), 255);
+        assert!(parse_process_event(br#"{"event":{"end":{"error":"no such program"}}}"#).is_err());
     }
 }

@@ -116,15 +116,16 @@ struct Tiers {
 impl Tiers {
     /// Completes when one of them ends by itself.
     async fn failed(&mut self) -> Failure {
+        let Self { api, scheduler, object_store, .. } = self;
         let object_store = async {
-            match &mut self.object_store {
+            match object_store {
                 Some(part) => part.failed().await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
-            failure = self.api.failed() => failure,
-            failure = self.scheduler.failed() => failure,
+            failure = api.failed() => failure,
+            failure = scheduler.failed() => failure,
             failure = object_store => failure,
         }
     }

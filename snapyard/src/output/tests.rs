@@ -48,8 +48,8 @@ fn spans_have_one_unit() {
 fn a_sandbox_is_shown_with_its_true_state() {
     assert_eq!(
         render(&sandbox_table(&[sandbox()], NOW)),
-        "SANDBOX   STATE          FROM   STARTED     ENDS     CPU   MEMORY       METADATA\n\
-         abc123    snapshotting   base   1 min ago   in 3 h   2     512.00 MiB   a=1 b=2\n"
+        "SANDBOX  STATE         FROM  STARTED    ENDS    CPU  MEMORY      METADATA\n\
+         abc123   snapshotting  base  1 min ago  in 3 h  2    512.00 MiB  a=1 b=2\n"
     );
 }
 
@@ -78,7 +78,7 @@ fn snapshots_are_listed_with_what_they_cost() {
     assert_eq!(lines.len(), 3);
     assert!(lines[1].contains("default/v1:default") && lines[1].ends_with("ready"), "{text}");
     assert!(lines[1].contains("3.00 MiB") && lines[1].contains("2 d ago") && lines[1].contains("never"), "{text}");
-    assert!(lines[2].contains("   -   "), "an unnamed one has a dash: {text}");
+    assert!(lines[2].contains("  -  "), "an unnamed one has a dash: {text}");
     assert!(render(&snapshot_facts(&snapshot(), NOW)).contains("added to the store"));
 }
 
