@@ -362,8 +362,10 @@ impl MemoryImage {
 
     /// How the bytes of a page (counted from the start of the image) can be had right now.
     pub fn page_state(&self, page: u64) -> PageState {
-        let chunk = self.geometry.chunk_at(page * PAGE_SIZE);
-        match self.state(chunk) {
+        if page >= self.geometry.size_bytes() / PAGE_SIZE {
+            return PageState::Missing;
+        }
+        match self.state(self.geometry.chunk_at(page * PAGE_SIZE)) {
             FILLED => PageState::Present,
             ZERO => PageState::Zero,
             _ if self.kept.contains(page) => PageState::Present,
