@@ -19,7 +19,7 @@ case $mode in run | dev) ;; *) echo "usage: $0 [dev]" >&2; exit 2 ;; esac
 # and root file system.
 packages=(
   build-essential clang libclang-dev cmake mold pkg-config protobuf-compiler libprotobuf-dev
-  qemu-system-x86 qemu-utils
+  qemu-system-x86 qemu-utils busybox-static
   mmdebstrap e2fsprogs cpio kmod xz-utils zstd uidmap debian-archive-keyring
   ca-certificates python3 python3-venv
 )

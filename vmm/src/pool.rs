@@ -93,6 +93,11 @@ impl<K: Copy + Eq + Hash, T> Pool<K, T> {
         self.slots.get(&shape).map_or(0, |slot| slot.ready.len())
     }
 
+    /// Those that wait.
+    pub fn waiting(&self) -> impl Iterator<Item = &T> {
+        self.slots.values().flat_map(|slot| &slot.ready)
+    }
+
     /// Whether as many wait as should.
     pub fn is_warm(&self, shape: K) -> bool {
         self.slots.get(&shape).is_none_or(|slot| slot.ready.len() >= slot.target)

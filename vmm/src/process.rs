@@ -212,3 +212,71 @@ fn enter_vmm(identity: Option<Identity>, die_with: Option<Pid>) -> io::Result<()
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn start(script: &str) -> VmmProcess {
+        let spawner = Spawner::new(Handle::current()).expect("a spawner");
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        VmmProcess::start(&spawner, command, None, true, None).await.expect("a process")
+    }
+
+    async fn end_of(exit: &mut watch::Receiver<Option<VmmExit>>) -> VmmExit {
+        exit.wait_for(Option::is_some).await.expect("an exit").clone().expect("waited for it")
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn an_exit_is_published_with_status_and_last_words() {
+        let process = start("echo first >&2; echo last words >&2; exit 3").await;
+        let exit = end_of(&mut process.exit()).await;
+        assert_eq!(exit.to_string(), "exit status: 3 (first; last words)");
+        assert!(process.has_exited());
+        assert_eq!(process.kill().await, exit, "killing what is dead changes nothing");
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn killing_waits_until_the_process_is_reaped() {
+        let process = start("exec sleep 1000").await;
+        let proc = std::path::PathBuf::from(format!("/proc/{}", process.pid()));
+        assert!(proc.exists());
+        assert!(process.kill().await.status.contains("SIGKILL"));
+        assert!(!proc.exists());
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn dropping_the_handle_kills() {
+        let process = start("exec sleep 1000").await;
+        let mut exit = process.exit();
+        drop(process);
+        assert!(end_of(&mut exit).await.status.contains("SIGKILL"));
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_program_that_is_not_there_is_an_error() {
+        let spawner = Spawner::new(Handle::current()).expect("a spawner");
+        let started = VmmProcess::start(&spawner, Command::new("/nonexistent"), None, true, None).await;
+        assert_eq!(started.expect_err("no program").kind(), io::ErrorKind::NotFound);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_process_runs_as_whom_it_should_with_its_own_process_group() {
+        let identity = nix::unistd::geteuid().is_root().then_some(Identity { uid: 65534, gid: 65534 });
+        let spawner = Spawner::new(Handle::current()).expect("a spawner");
+        let mut command = Command::new("/bin/sh");
+        command.args([
+            "-c",
+            "grep -E '^(Uid|Groups|NoNewPrivs)' /proc/self/status >&2; test $(cut -d' ' -f5 /proc/$$/stat) = $$",
+        ]);
+        let process = VmmProcess::start(&spawner, command, identity, true, None).await.expect("a process");
+        let exit = end_of(&mut process.exit()).await;
+        assert_eq!(exit.status, "exit status: 0", "a process group of its own");
+        assert!(exit.stderr.contains("NoNewPrivs:\t1"), "{exit}");
+        if identity.is_some() {
+            assert!(exit.stderr.contains("Uid:\t65534\t65534\t65534\t65534"), "{exit}");
+            assert!(exit.stderr.lines().any(|line| line.trim_end() == "Groups:"), "no other groups: {exit}");
+        }
+    }
+}

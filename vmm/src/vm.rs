@@ -401,7 +401,7 @@ pub(crate) async fn became<T: Clone>(receiver: &mut watch::Receiver<Option<T>>) 
 }
 
 /// Bytes of a process that no other shares, from `/proc/PID/smaps_rollup`.
-fn process_private_bytes(pid: u32) -> Option<u64> {
+pub(crate) fn process_private_bytes(pid: u32) -> Option<u64> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let kilobytes = rollup.lines().filter(|line| line.starts_with("Private_")).filter_map(|line| {
         let value = line.split_whitespace().nth(1)?;
