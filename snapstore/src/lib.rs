@@ -19,8 +19,8 @@
 //!
 //! Absent on purpose: virtual machines (another crate), and any way to read a byte that was not verified.
 
-mod blocking;
 pub mod blob;
+mod blocking;
 pub mod cache;
 pub mod catalog;
 pub mod chunk;
@@ -45,9 +45,7 @@ mod upload;
 pub use chunk::DEFAULT_CHUNK_BYTES;
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use error::{ReadError, Source, StoreError, Tried};
-pub use ids::{
-    ChunkId, ChunkNo, DomainKey, InvalidId, NodeId, PackId, SandboxId, SnapshotId, TeamId, TemplateId,
-};
+pub use ids::{ChunkId, ChunkNo, DomainKey, InvalidId, NodeId, PackId, SandboxId, SnapshotId, TeamId, TemplateId};
 pub use ingest::{ImageSpec, ImageWriter, Ingest, Sealed};
 pub use manifest::{BlobRef, HostFacts, ImageRef, Manifest, Shape};
 pub use pack::PackRef;
