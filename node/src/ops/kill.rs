@@ -1,0 +1,58 @@
+//! Kill: the end of a sandbox, asked for or not.
+//!
+//! Order: connections are cut, the virtual machine ends, the row and its occupancy go, the id is free. A node that dies
+//! in between has no guest and still a row, which its next start ends. Retry: the second call finds nothing.
+
+use std::sync::Arc;
+
+use snapyard_snapstore::catalog::CatalogError;
+use snapyard_snapstore::ids::{SandboxId, TeamId};
+
+use crate::error::NodeError;
+use crate::node::State;
+use crate::sandbox::{Phase, Sandbox};
+
+/// Ends a sandbox; when this returns its snapshot is no longer occupied by it.
+pub async fn kill(node: &State, team: &TeamId, id: &SandboxId) -> Result<(), NodeError> {
+    let sandbox = node.sandboxes.get(team, id)?;
+    let guard = sandbox.enter(Phase::Killing)?;
+    guard.forget();
+    end(node, &sandbox, None).await
+}
+
+/// The guest died, or its bytes cannot be had: the sandbox ends, with the reason kept for those who ask.
+pub async fn bury(node: &State, sandbox: &Arc<Sandbox>, reason: &str) {
+    if !sandbox.doom() {
+        return;
+    }
+    tracing::warn!(sandbox = %sandbox.facts.id, reason, "lost");
+    node.sandboxes.remember_lost(&sandbox.facts.id, reason);
+    if let Err(error) = end(node, sandbox, Some(reason)).await {
+        tracing::error!(sandbox = %sandbox.facts.id, %error, "the row of a lost sandbox could not be removed");
+    }
+}
+
+async fn end(node: &State, sandbox: &Arc<Sandbox>, reason: Option<&str>) -> Result<(), NodeError> {
+    sandbox.close(reason);
+    let guest = sandbox.guest.lock().await.take();
+    if let Some(guest) = guest {
+        guest.vm.kill().await;
+    }
+    let ended = node.catalog.end_sandbox(&sandbox.facts.team, &sandbox.facts.id).await;
+    node.sandboxes.remove(&sandbox.facts.id);
+    match ended {
+        Ok(_) | Err(CatalogError::NotFound { .. }) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Ends every sandbox of the node, for its shutdown.
+pub async fn kill_all(node: &Arc<State>) {
+    let ends = node.sandboxes.all().into_iter().map(|sandbox| async move {
+        sandbox.doom();
+        if let Err(error) = end(node, &sandbox, Some("its node was shut down")).await {
+            tracing::warn!(sandbox = %sandbox.facts.id, %error, "not ended cleanly");
+        }
+    });
+    futures::future::join_all(ends).await;
+}

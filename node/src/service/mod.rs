@@ -1,0 +1,9 @@
+//! The gRPC handlers: they validate, convert and call. Every operation runs in a task of the node, so a caller that
+//! hangs up does not stop it in the middle.
+
+mod catalog;
+mod convert;
+mod node;
+
+pub use catalog::CatalogService;
+pub use node::NodeService;
