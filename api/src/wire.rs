@@ -10,6 +10,8 @@ use serde::Serialize;
 use snapyard_proto::v1;
 use snapyard_proto::v1::SandboxState;
 
+use crate::routes::metrics::AgentMetrics;
+
 /// Version given for an agent that has not told its own: the lowest that clients accept.
 const OLDEST_AGENT: &str = "0.1.0";
 
@@ -245,6 +247,44 @@ pub(crate) struct TemplateAlias {
     #[serde(rename = "templateID")]
     pub(crate) template_id: String,
     pub(crate) public: bool,
+}
+
+/// One reading of what a guest uses.
+#[derive(Debug, Serialize)]
+pub(crate) struct Metrics {
+    timestamp: String,
+    #[serde(rename = "timestampUnix")]
+    timestamp_unix: i64,
+    #[serde(rename = "cpuCount")]
+    cpu_count: u32,
+    #[serde(rename = "cpuUsedPct")]
+    cpu_used_pct: f64,
+    #[serde(rename = "memUsed")]
+    mem_used: u64,
+    #[serde(rename = "memTotal")]
+    mem_total: u64,
+    #[serde(rename = "memCache")]
+    mem_cache: u64,
+    #[serde(rename = "diskUsed")]
+    disk_used: u64,
+    #[serde(rename = "diskTotal")]
+    disk_total: u64,
+}
+
+impl From<AgentMetrics> for Metrics {
+    fn from(reading: AgentMetrics) -> Self {
+        Self {
+            timestamp: rfc3339(reading.ts.saturating_mul(1000)),
+            timestamp_unix: reading.ts,
+            cpu_count: reading.cpu_count,
+            cpu_used_pct: reading.cpu_used_pct,
+            mem_used: reading.mem_used,
+            mem_total: reading.mem_total,
+            mem_cache: reading.mem_cache,
+            disk_used: reading.disk_used,
+            disk_total: reading.disk_total,
+        }
+    }
 }
 
 /// The two states that clients know.

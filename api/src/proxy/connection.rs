@@ -37,6 +37,11 @@ pub(super) struct Replay {
 }
 
 impl Replay {
+    /// A request without a body.
+    pub(super) fn new(head: request::Parts) -> Self {
+        Self { head, body: Bytes::new() }
+    }
+
     pub(super) fn request(&self) -> Request<Outgoing> {
         Request::from_parts(self.head.clone(), Either::Left(Full::new(self.body.clone())))
     }

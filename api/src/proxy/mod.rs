@@ -93,6 +93,16 @@ impl Proxy {
         }
     }
 
+    /// Asks a port of a sandbox something on the API's own behalf. The request has no body, and may be repeated.
+    pub(crate) async fn ask(&self, target: &Target, request: Request<()>) -> Result<Response<Incoming>, ApiError> {
+        let (head, ()) = request.into_parts();
+        let replay = Replay::new(head);
+        let epoch = self.0.idle.lock().epoch();
+        let (response, connection) = self.send(target, replay.request(), Some(replay), true).await?;
+        self.keep_when_idle(target.clone(), connection, epoch);
+        Ok(response)
+    }
+
     async fn try_forward(
         &self,
         target: &Target,

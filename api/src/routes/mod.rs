@@ -5,6 +5,7 @@
 
 mod create;
 mod listing;
+pub(crate) mod metrics;
 mod query;
 mod sandboxes;
 mod snapshots;
@@ -62,6 +63,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/sandboxes/{id}/refreshes", post(sandboxes::refresh))
         .route("/sandboxes/{id}/snapshots", post(snapshots::create))
         .route("/sandboxes/{id}/rollback", post(snapshots::rollback))
+        .route("/sandboxes/{id}/metrics", get(metrics::get))
         .route("/sandboxes/{id}/{operation}", any(unimplemented_operation))
         .route("/snapshots", get(listing::snapshots))
         .route("/templates", get(templates::list).post(unimplemented_build))
@@ -83,7 +85,7 @@ async fn health() -> Response {
 /// Routes of the public API that this server does not have yet.
 async fn unimplemented_operation(PathText((_, operation)): PathText<(String, String)>) -> ApiError {
     match operation.as_str() {
-        "pause" | "resume" | "fork" | "network" | "logs" | "metrics" => {
+        "pause" | "resume" | "fork" | "network" | "logs" => {
             ApiError::unimplemented(&format!("the operation `{operation}` of a sandbox"))
         }
         _ => no_route(),

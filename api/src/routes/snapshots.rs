@@ -100,6 +100,8 @@ pub(super) async fn rollback(
             app.proxy.forget(&id);
             let answer = answer.map_err(|status| after_the_fact(status.into()))?.into_inner();
             let headers = restore_headers(None, before_node, answer.timings.as_ref());
+            // A full name is answered with the id behind it.
+            let snapshot_id = answer.snapshot.map_or(snapshot_id, |snapshot| snapshot.id);
             let body = RolledBack { sandbox_id: id, snapshot_id, operation_id: answer.operation_id, status: "success" };
             Ok((headers, axum::Json(body)).into_response())
         }
