@@ -69,7 +69,7 @@ impl Context {
         for name in names {
             match action(name).await {
                 Ok(()) if self.json => output::print_json(&json!({done: name}))?,
-                Ok(()) => println!("{done} {name}"),
+                Ok(()) => output::print_line(format_args!("{done} {name}"))?,
                 Err(failure) if first.is_none() => first = Some(failure),
                 Err(failure) if self.json => eprintln!("{}", failure.json()),
                 Err(failure) => eprintln!("error: {failure}"),

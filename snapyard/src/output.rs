@@ -397,6 +397,11 @@ pub fn print_json(value: &Value) -> io::Result<()> {
     writeln!(io::stdout(), "{value}")
 }
 
+/// Prints one line; unlike `println!`, a closed pipe is an error and no panic.
+pub fn print_line(line: impl std::fmt::Display) -> io::Result<()> {
+    writeln!(io::stdout(), "{line}")
+}
+
 /// Prints a table.
 pub fn print_table(table: &Table) -> io::Result<()> {
     io::stdout().write_all(render(table).as_bytes())

@@ -25,7 +25,7 @@ pub async fn create(context: &Context, args: CreateArgs) -> Result<(), Failure> 
         created["timing_ms"] = json!(timing);
         return Ok(output::print_json(&created)?);
     }
-    println!("{}", text(&answer.body, "sandboxID")?);
+    output::print_line(text(&answer.body, "sandboxID")?)?;
     if let (Some(running), Some(ready)) = (timing.get("running"), timing.get("ready")) {
         eprintln!("running after {running:.0} ms, agent answered after {ready:.0} ms");
     }
@@ -69,7 +69,9 @@ pub async fn ls(context: &Context, args: SandboxLsArgs) -> Result<(), Failure> {
     if context.json {
         output::print_json(&sandboxes.iter().map(output::sandbox_json).collect())?;
     } else if args.quiet {
-        sandboxes.iter().for_each(|sandbox| println!("{}", sandbox.id));
+        for sandbox in &sandboxes {
+            output::print_line(&sandbox.id)?;
+        }
     } else if sandboxes.is_empty() {
         eprintln!("no sandboxes; `snapyard sandbox create` starts one");
     } else {
@@ -96,7 +98,7 @@ pub async fn rollback(context: &Context, args: RollbackArgs) -> Result<(), Failu
     if context.json {
         return Ok(output::print_json(&answer.body)?);
     }
-    println!("{} is at snapshot {}", args.sandbox, text(&answer.body, "snapshotID")?);
+    output::print_line(format_args!("{} is at snapshot {}", args.sandbox, text(&answer.body, "snapshotID")?))?;
     Ok(())
 }
 

@@ -23,7 +23,7 @@ pub async fn create(context: &Context, args: SnapshotCreateArgs) -> Result<(), F
     if context.json {
         return Ok(output::print_json(&answer.body)?);
     }
-    println!("{}", text(&answer.body, "snapshotID")?);
+    output::print_line(text(&answer.body, "snapshotID")?)?;
     Ok(())
 }
 
@@ -50,7 +50,9 @@ pub async fn ls(context: &Context, args: SnapshotLsArgs) -> Result<(), Failure> 
     if context.json {
         output::print_json(&snapshots.iter().map(output::snapshot_json).collect())?;
     } else if args.quiet {
-        snapshots.iter().for_each(|snapshot| println!("{}", snapshot.id));
+        for snapshot in &snapshots {
+            output::print_line(&snapshot.id)?;
+        }
     } else if snapshots.is_empty() {
         eprintln!("no snapshots; `snapyard snapshot create SANDBOX` takes one");
     } else {

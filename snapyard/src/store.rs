@@ -18,7 +18,7 @@ pub async fn stats(context: &Context) -> Result<(), Failure> {
     }
     for (number, table) in output::stats_tables(&stats).iter().enumerate() {
         if number > 0 {
-            println!();
+            output::print_line("")?;
         }
         output::print_table(table)?;
     }

@@ -23,7 +23,7 @@ pub async fn build(context: &Context, args: TemplateBuildArgs) -> Result<(), Fai
     if context.json {
         output::print_json(&output::template_json(&template))?;
     } else {
-        println!("{}", template.id);
+        output::print_line(&template.id)?;
     }
     Ok(())
 }
