@@ -16,8 +16,8 @@ use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use snapyard_snapstore as store;
 use snapyard_snapstore::catalog::{RemoteStatus, SnapshotRow};
-use snapyard_snapstore::manifest::MANIFEST_VERSION;
 use snapyard_snapstore::ids::{DomainKey, SnapshotId};
+use snapyard_snapstore::manifest::MANIFEST_VERSION;
 use snapyard_snapstore::{HostFacts, ImageSpec, ImageWriter, Ingest, Manifest, Sealed};
 use snapyard_vmm::{
     Capture, ChunkData, ChunkNo, DirtyPages, FrozenDisk, Geometry, MemoryImage, PageSource, Shape, Vm, ZeroSource,
@@ -117,11 +117,7 @@ pub async fn store_capture(node: &State, identity: &Identity, capture: Capture) 
         working_set: Vec::new(),
         created_unix_ms: identity.created_unix_ms,
     };
-    Ok(Stored {
-        manifest: Arc::new(manifest),
-        memory,
-        sealed,
-    })
+    Ok(Stored { manifest: Arc::new(manifest), memory, sealed })
 }
 
 /// Drops what was sealed for a snapshot whose commit was refused.

@@ -151,9 +151,9 @@ async fn open_link(sandbox: &Sandbox) -> Result<Endpoints, Answer> {
 }
 
 async fn connect(address: SocketAddr) -> Result<TcpStream, Answer> {
-    let stream = TcpStream::connect(address).await.map_err(|error| {
-        refuse(StatusCode::BAD_GATEWAY, &format!("the guest cannot be reached: {error}"))
-    })?;
+    let stream = TcpStream::connect(address)
+        .await
+        .map_err(|error| refuse(StatusCode::BAD_GATEWAY, &format!("the guest cannot be reached: {error}")))?;
     let _ = stream.set_nodelay(true);
     Ok(stream)
 }

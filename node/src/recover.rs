@@ -7,8 +7,8 @@
 
 use std::path::Path;
 
-use snapyard_snapstore::ids::TeamId;
 use snapyard_snapstore::catalog::BuildStatus;
+use snapyard_snapstore::ids::TeamId;
 
 use crate::error::NodeError;
 use crate::node::State;

@@ -76,6 +76,10 @@ impl PageSource for FileImage {
             file.read_exact_at(&mut buffer, offset).map(|()| buffer)
         });
         let buffer = read.await.map_err(SourceError::new)?.map_err(SourceError::new)?;
-        if buffer.iter().all(|byte| *byte == 0) { Ok(ChunkData::Zero) } else { Ok(ChunkData::Bytes(Bytes::from(buffer))) }
+        if buffer.iter().all(|byte| *byte == 0) {
+            Ok(ChunkData::Zero)
+        } else {
+            Ok(ChunkData::Bytes(Bytes::from(buffer)))
+        }
     }
 }

@@ -131,7 +131,6 @@ impl Templates {
     fn lock(&self, team: &TeamId, alias: &str) -> Arc<tokio::sync::Mutex<()>> {
         Arc::clone(self.building.lock().entry((team.clone(), alias.to_owned())).or_default())
     }
-
 }
 
 /// Builds the template of `recipe`, telling `progress`.

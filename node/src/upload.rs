@@ -7,9 +7,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use snapyard_snapstore::Manifest;
 use snapyard_snapstore::catalog::{CatalogError, RemoteStatus};
 use snapyard_snapstore::ids::SnapshotId;
-use snapyard_snapstore::Manifest;
 
 use crate::error::NodeError;
 use crate::node::State;
@@ -49,12 +49,14 @@ async fn round(node: &State) -> bool {
         match one(node, &id).await {
             Ok(()) => {}
             // Deleted meanwhile: nothing is left to upload.
-            Err(NodeError::Catalog(CatalogError::NotFound { .. })) => tracing::info!(snapshot = %id, "deleted before its upload"),
+            Err(NodeError::Catalog(CatalogError::NotFound { .. })) => {
+                tracing::info!(snapshot = %id, "deleted before its upload")
+            }
             Err(error) => {
-            tracing::warn!(snapshot = %id, %error, "upload failed; it will be tried again");
-            clean = false;
-            // Best effort: the status is for people; the retry does not depend on it.
-            let _ = node.catalog.set_remote_status(&id, RemoteStatus::Failed).await;
+                tracing::warn!(snapshot = %id, %error, "upload failed; it will be tried again");
+                clean = false;
+                // Best effort: the status is for people; the retry does not depend on it.
+                let _ = node.catalog.set_remote_status(&id, RemoteStatus::Failed).await;
             }
         }
     }

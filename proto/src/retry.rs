@@ -1,8 +1,8 @@
 //! Whether a failed call may be sent again: a refusal before anything happened says yes, an outcome that is not
 //! known says no. Travels as metadata of the [`Status`]; the API tier turns it into `Should-Retry`.
 
-use tonic::metadata::MetadataValue;
 use tonic::Status;
+use tonic::metadata::MetadataValue;
 
 const KEY: &str = "x-snapyard-should-retry";
 

@@ -49,7 +49,10 @@ pub const AGENT_VERSION: &str = "0.5.7";
 
 /// A key that made something of another kind.
 pub fn other_kind(request: &Idempotency) -> NodeError {
-    NodeError::Mismatch(format!("the idempotency key {:.80?} was used with a different request: use a new key", request.key))
+    NodeError::Mismatch(format!(
+        "the idempotency key {:.80?} was used with a different request: use a new key",
+        request.key
+    ))
 }
 
 /// Creates the sandbox; answers when its agent has its identity.
@@ -121,10 +124,8 @@ async fn begin(
         idempotency: create.idempotency,
     };
     // The row is a synced write: it need not delay the guest, but both must succeed.
-    let (recorded, restored) = tokio::join!(
-        node.catalog.create_sandbox(&row),
-        restore(node, &sandbox.facts, resident, started)
-    );
+    let (recorded, restored) =
+        tokio::join!(node.catalog.create_sandbox(&row), restore(node, &sandbox.facts, resident, started));
     match (recorded, restored) {
         (Ok(Committed::New(_)), Ok((guest, endpoints, timings))) => Ok((row, guest, endpoints, timings)),
         // Another copy of the same request was faster: the caller finds its sandbox when it asks again.

@@ -94,7 +94,9 @@ async fn abort_move(node: &State, sandbox: &Sandbox) {
     match node.catalog.abort_move(&sandbox.facts.team, &sandbox.facts.id).await {
         // Not found: the sandbox was ended meanwhile, and all it occupied with it. No move: it had been finished.
         Ok(_) | Err(CatalogError::NotFound { .. } | CatalogError::NoMove { .. }) => {}
-        Err(error) => tracing::error!(sandbox = %sandbox.facts.id, %error, "a failed rollback still occupies its target"),
+        Err(error) => {
+            tracing::error!(sandbox = %sandbox.facts.id, %error, "a failed rollback still occupies its target")
+        }
     }
 }
 

@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
-use snapyard_snapstore::catalog::{Committed, Idempotency, Made, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::catalog::names::SnapshotName;
+use snapyard_snapstore::catalog::{Committed, Idempotency, Made, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::ids::{SandboxId, SnapshotId, TeamId};
 
 use crate::agent::Agent;
@@ -88,11 +88,7 @@ async fn take(
         pause_us: u32::try_from(pause.as_micros()).unwrap_or(u32::MAX),
         ..capture::row(node, &identity, &stored, &call.team)
     };
-    let commit = SnapshotCommit {
-        row,
-        manifest: stored.manifest.encode(),
-        packs: stored.manifest.packs.clone(),
-    };
+    let commit = SnapshotCommit { row, manifest: stored.manifest.encode(), packs: stored.manifest.packs.clone() };
     let row = match node.catalog.commit_snapshot(&commit).await {
         Ok(Committed::New(row)) => row,
         refused => {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use snapyard_proto::v1;
 use snapyard_proto::retry::{ShouldRetry, mark};
+use snapyard_proto::v1;
 use snapyard_snapstore::catalog::{BuildStatus, CatalogError, Deleted};
 use tonic::{Request, Response, Status};
 

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 
 use snapyard_proto::v1;
+use snapyard_snapstore::Shape;
 use snapyard_snapstore::catalog::{
     Idempotency, RemoteStatus, Resolved, SandboxFilter, SandboxRow, SandboxState, SnapshotFilter, SnapshotRow,
     TemplateRow,
 };
 use snapyard_snapstore::ids::{SandboxId, SnapshotId, TeamId};
-use snapyard_snapstore::Shape;
 use tonic::Status;
 
 use crate::node::State;

@@ -113,12 +113,10 @@ impl v1::node_server::Node for NodeService {
         let recipe = template::Recipe::parse(&request.recipe_toml)?;
         let node = Arc::clone(&self.0);
         let (progress, steps) = mpsc::channel(16);
-        let build = self.0.tasks.spawn(async move {
-            template::build(&node, &team, &recipe, request.rebuild, &progress).await
-        });
-        let steps = ReceiverStream::new(steps).map(|step| {
-            Ok(v1::BuildProgress { step: step.step.to_owned(), percent: step.percent, done: None })
-        });
+        let build =
+            self.0.tasks.spawn(async move { template::build(&node, &team, &recipe, request.rebuild, &progress).await });
+        let steps = ReceiverStream::new(steps)
+            .map(|step| Ok(v1::BuildProgress { step: step.step.to_owned(), percent: step.percent, done: None }));
         let last = futures::stream::once(async move {
             match build.await {
                 Ok(Ok(row)) => {
