@@ -91,6 +91,9 @@ echo 'nameserver 10.0.2.3' >"\$root/etc/resolv.conf"
 : >"\$root/etc/machine-id"
 : >"\$root/etc/fstab"
 mkdir -p "\$root/code" && chmod 777 "\$root/code"
+# Login shells are what every command starts with: no process for what the shell knows itself, or has no use for.
+if [ -e "\$root/etc/profile" ]; then sed -i 's/\$(id -u)/\${EUID:-\$(id -u)}/' "\$root/etc/profile"; fi
+if [ -e "\$root/root/.profile" ]; then sed -i 's/^mesg n/[ ! -t 0 ] || mesg n/' "\$root/root/.profile"; fi
 rm -rf "\$root"/var/lib/apt/lists/* "\$root"/var/cache/apt/* "\$root"/var/log/*.log "\$root"/var/log/apt/* "\$root"/tmp/*
 mkdir -p "\$root/var/lib/apt/lists/partial" "\$root/var/cache/apt/archives/partial"
 # /proc, /sys and /dev of the machine are mounted in there now. A bind mount in a mount namespace of its own shows the

@@ -25,10 +25,12 @@ pub struct UserCgroup {
 }
 
 impl UserCgroup {
-    /// Opens the cgroup at `path`, or none.
+    /// Opens the cgroup at `path`, or none. It may be frozen: by the agent before this one.
     pub fn open(path: Option<&Path>) -> io::Result<Self> {
-        let directory = path.map(|path| File::open(path).map(|file| (path.to_owned(), file))).transpose()?;
-        Ok(Self { directory, frozen: watch::Sender::new(false) })
+        let Some(path) = path else { return Ok(Self { directory: None, frozen: watch::Sender::new(false) }) };
+        let frozen = fs::read_to_string(path.join("cgroup.freeze"))?.trim() == "1";
+        let directory = Some((path.to_owned(), File::open(path)?));
+        Ok(Self { directory, frozen: watch::Sender::new(frozen) })
     }
 
     /// What a new program is started in.

@@ -14,8 +14,9 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::net::{Ipv4Addr, SocketAddr};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::sync::Arc;
 
 use base64::Engine as _;
@@ -34,6 +35,8 @@ use crate::warm;
 
 /// Largest body that this port takes.
 const BODY_MAX: usize = 1 << 20;
+/// The last `/init`, in the runtime directory.
+const REMEMBERED: &str = "init.json";
 
 /// What a guest is told at its start and after each restore.
 #[derive(Debug, Deserialize)]
@@ -77,7 +80,7 @@ async fn route(agent: Arc<Agent>, request: Request<Incoming>, scope: Scope) -> A
                 Ok(init) => init,
                 Err(malformed) => return error(StatusCode::BAD_REQUEST, &format!("malformed init: {malformed}")),
             };
-            done("init", apply(&agent, init, &scope))
+            done("init", apply(&agent, init, &body, &scope))
         }
         ("POST", "/freeze") => done("freeze", agent.cgroup.freeze().await),
         ("POST", "/thaw") => done("thaw", agent.cgroup.thaw()),
@@ -94,7 +97,7 @@ fn done(what: &str, result: io::Result<()>) -> Answer {
 }
 
 /// The order is the point: whatever runs after the thaw finds everything new.
-fn apply(agent: &Agent, init: Init, scope: &Scope) -> io::Result<()> {
+fn apply(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()> {
     let entropy = BASE64.decode(&init.entropy).map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
     if entropy.len() < 16 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "entropy must be at least 16 bytes"));
@@ -105,15 +108,35 @@ fn apply(agent: &Agent, init: Init, scope: &Scope) -> io::Result<()> {
         nix::unistd::sethostname(&init.hostname)?;
     }
     write_names(agent, &init.hostname, &entropy)?;
-    agent.set_session(Session {
-        sandbox_id: init.sandbox_id,
-        access_token: init.access_token.filter(|token| !token.is_empty()),
-        env: init.env,
-        generation: 0,
-    });
+    remember(agent, wire)?;
+    agent.set_session(session_of(init));
     agent.connections.cut_all_but(scope.id);
     agent.interpreter.reseed()?;
     agent.cgroup.thaw()
+}
+
+fn session_of(init: Init) -> Session {
+    let access_token = init.access_token.filter(|token| !token.is_empty());
+    Session { sandbox_id: init.sandbox_id, access_token, env: init.env, generation: 0 }
+}
+
+/// Keeps what this guest was told, in memory and for root only: an agent that had to be started again must ask for the
+/// same token as before.
+fn remember(agent: &Agent, wire: &[u8]) -> io::Result<()> {
+    let path = agent.runtime.join(REMEMBERED);
+    let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    file.write_all(wire)
+}
+
+/// Takes up the session of an agent that ran before this one in the same guest.
+pub fn recall(agent: &Agent) -> io::Result<()> {
+    let wire = match fs::read(agent.runtime.join(REMEMBERED)) {
+        Ok(wire) => wire,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    agent.set_session(session_of(serde_json::from_slice(&wire)?));
+    Ok(())
 }
 
 /// Host name and machine id on the disk. Written in place: a rename would touch the directory, and one more block.

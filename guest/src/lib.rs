@@ -131,8 +131,8 @@ pub async fn listen(options: &Options) -> io::Result<Running> {
     // In a test the accounts are the machine's.
     let accounts = Accounts::below(Path::new("/"));
     let default_user = if accounts.user("user")?.is_some() { "user" } else { "root" };
-    let agent = Agent::new(cgroup, accounts, default_user, options.guest, options.root.clone());
-    agent.interpreter.set_runtime_directory(options.runtime.clone());
+    let agent = Agent::new(options, cgroup, accounts, default_user);
+    control::recall(&agent)?;
     let listeners = [
         TcpListener::bind(options.control).await?,
         TcpListener::bind(options.agent).await?,

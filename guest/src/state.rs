@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use crate::Options;
 use crate::cgroup::UserCgroup;
 use crate::http::Connections;
 use crate::interpreter::Interpreter;
@@ -41,12 +42,14 @@ pub struct Agent {
     pub guest: bool,
     /// Prefix of files that the agent itself writes (`etc/machine-id`): `/`, or elsewhere in tests.
     pub root: PathBuf,
+    /// Directory for files of this run, in memory.
+    pub runtime: PathBuf,
     session: RwLock<Arc<Session>>,
 }
 
 impl Agent {
     /// An agent that has not been given an identity yet.
-    pub fn new(cgroup: UserCgroup, accounts: Accounts, default_user: &str, guest: bool, root: PathBuf) -> Self {
+    pub fn new(options: &Options, cgroup: UserCgroup, accounts: Accounts, default_user: &str) -> Self {
         let cgroup = Arc::new(cgroup);
         Self {
             connections: Connections::default(),
@@ -55,8 +58,9 @@ impl Agent {
             cgroup,
             accounts,
             default_user: default_user.to_owned(),
-            guest,
-            root,
+            guest: options.guest,
+            root: options.root.clone(),
+            runtime: options.runtime.clone(),
             session: RwLock::new(Arc::new(Session::default())),
         }
     }

@@ -95,7 +95,12 @@ impl Context {
 
     /// Whether it has a kernel.
     pub fn is_running(&self) -> bool {
-        self.state.pid.load(Ordering::SeqCst) != 0
+        self.pid() != 0
+    }
+
+    /// The kernel's process id, or 0.
+    pub fn pid(&self) -> i32 {
+        self.state.pid.load(Ordering::SeqCst)
     }
 
     /// Ends the kernel, whatever it is doing, and returns when it is gone. The next cell gets a new one.
@@ -107,7 +112,7 @@ impl Context {
 
     /// See [`super::Interpreter::reseed`].
     pub fn reseed(&self) -> io::Result<()> {
-        let pid = self.state.pid.load(Ordering::SeqCst);
+        let pid = self.pid();
         if pid == 0 {
             return Ok(());
         }

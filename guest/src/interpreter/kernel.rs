@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -20,8 +19,6 @@ use crate::sys::exit::Watch;
 use crate::sys::spawn::{self, Exit, Ids, Plan};
 use crate::users::User;
 
-const SOURCE: &str = include_str!("../../interpreter/kernel.py");
-const PYTHON: &str = "/usr/bin/python3";
 const PIECE: usize = 32 * 1024;
 
 /// How kernels of a context are started.
@@ -32,8 +29,8 @@ pub struct Recipe {
     pub env: BTreeMap<String, String>,
     /// Where.
     pub cwd: String,
-    /// Directory for the kernel's source.
-    pub runtime: PathBuf,
+    /// The program, as an absolute path, and its arguments; the generation is added as the last.
+    pub command: Vec<String>,
     /// The user's cgroup.
     pub cgroup: Arc<UserCgroup>,
 }
@@ -68,15 +65,18 @@ pub struct Kernel {
 impl Kernel {
     /// Starts one. It is usable after [`Heard::Ready`].
     pub async fn start(recipe: &Recipe, generation: u64) -> io::Result<Self> {
-        let source = recipe.runtime.join("kernel.py");
-        std::fs::write(&source, SOURCE)?;
         let (requests_read, requests) = pipe2(OFlag::O_CLOEXEC)?;
         let (replies, replies_write) = pipe2(OFlag::O_CLOEXEC)?;
         let (out, out_write) = pipe2(OFlag::O_CLOEXEC)?;
         let (err, err_write) = pipe2(OFlag::O_CLOEXEC)?;
         let null: OwnedFd = std::fs::File::open("/dev/null")?.into();
-        let args = ["python3", source.to_str().unwrap_or_default(), &generation.to_string()]
-            .map(|arg| CString::new(arg).expect("none of them has a NUL byte"));
+        let generation = generation.to_string();
+        let args: Vec<CString> = recipe
+            .command
+            .iter()
+            .chain([&generation])
+            .map(|arg| CString::new(arg.as_str()))
+            .collect::<Result<_, _>>()?;
         let env: Vec<CString> =
             recipe.env.iter().filter_map(|(name, value)| CString::new(format!("{name}={value}")).ok()).collect();
         // Only a process of root's can change its user.
@@ -88,7 +88,7 @@ impl Kernel {
         });
         recipe.cgroup.thawed().await;
         let child = spawn::spawn(&Plan {
-            program: &CString::new(PYTHON).expect("it has no NUL byte"),
+            program: &args[0],
             args: &args,
             env: &env,
             cwd: &CString::new(recipe.cwd.as_str())?,
@@ -96,7 +96,7 @@ impl Kernel {
             fds: &[null.as_fd(), out_write.as_fd(), err_write.as_fd(), requests_read.as_fd(), replies_write.as_fd()],
             cgroup: recipe.cgroup.target(),
         })
-        .map_err(|error| io::Error::other(format!("{PYTHON}: {error}")))?;
+        .map_err(|error| io::Error::other(format!("{}: {error}", args[0].to_string_lossy())))?;
         Ok(Self {
             pid: ProcessId(child.pid),
             requests: pipe::Sender::from_owned_fd(requests)?,

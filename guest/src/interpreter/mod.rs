@@ -15,7 +15,6 @@ mod kernel;
 use std::collections::BTreeMap;
 use std::io;
 use std::io::Read as _;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::Bytes;
@@ -38,6 +37,9 @@ use context::{Context, Job};
 const BODY_MAX: usize = 64 << 20;
 /// The user that kernels run as: a cell may do everything in its sandbox.
 const KERNEL_USER: &str = "root";
+const PYTHON: &str = "/usr/bin/python3";
+/// What a kernel runs.
+const SOURCE: &str = include_str!("../../interpreter/kernel.py");
 /// Most contexts at once.
 const CONTEXTS_MAX: usize = 64;
 
@@ -45,8 +47,6 @@ const CONTEXTS_MAX: usize = 64;
 pub struct Interpreter {
     cgroup: Arc<UserCgroup>,
     contexts: Mutex<Contexts>,
-    /// Where the kernel's source is put for Python to read.
-    runtime: Mutex<PathBuf>,
 }
 
 #[derive(Default)]
@@ -88,12 +88,7 @@ type Refused = (StatusCode, String);
 impl Interpreter {
     /// No contexts yet.
     pub fn new(cgroup: Arc<UserCgroup>) -> Self {
-        Self { cgroup, contexts: Mutex::default(), runtime: Mutex::new(std::env::temp_dir()) }
-    }
-
-    /// Says where the kernel's source is to be put.
-    pub fn set_runtime_directory(&self, path: PathBuf) {
-        *self.runtime.lock().unwrap_or_else(PoisonError::into_inner) = path;
+        Self { cgroup, contexts: Mutex::default() }
     }
 
     fn with<T>(&self, work: impl FnOnce(&mut Contexts) -> T) -> T {
@@ -122,8 +117,10 @@ impl Interpreter {
         }
         let user = find_user(agent, Some(KERNEL_USER)).map_err(|error| failed(error.message))?;
         let env = crate::process::environment(agent, &user, &BTreeMap::new());
-        let runtime = self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let recipe = kernel::Recipe { user, env, cwd, runtime, cgroup: self.cgroup.clone() };
+        let source = agent.runtime.join("kernel.py");
+        std::fs::write(&source, SOURCE).map_err(|error| failed(format!("{}: {error}", source.display())))?;
+        let command = vec![PYTHON.to_owned(), source.to_string_lossy().into_owned()];
+        let recipe = kernel::Recipe { user, env, cwd, command, cgroup: self.cgroup.clone() };
         self.with(|contexts| {
             if default && let Some(there) = contexts.default.as_ref().and_then(|id| contexts.by_id.get(id)) {
                 return Ok(there.clone());
