@@ -79,7 +79,7 @@ def test_an_exception_comes_with_name_value_and_traceback(sandbox: Sandbox) -> N
 
 
 def test_a_cell_that_does_not_parse(sandbox: Sandbox) -> None:
-    done = sandbox.run_code("this is not Python")
+    done = sandbox.run_code("def broken(:")
     assert done.error is not None
     assert done.error.name == "SyntaxError"
 
@@ -122,14 +122,14 @@ def test_display_gives_results_beside_the_main_one(sandbox: Sandbox) -> None:
     )
     assert [result.is_main_result for result in done.results] == [False, False, True]
     assert done.results[0].html == "<i>1</i>"
-    assert done.results[1].text == "'two'"
-    assert done.text == "'main'"
+    assert done.results[1].text == "two"
+    assert done.text == "main"
     assert len(seen) == 3
 
 
 def test_environment_of_one_call(sandbox: Sandbox) -> None:
     code = "import os\nos.environ.get('ONCE')"
-    assert sandbox.run_code(code, envs={"ONCE": "now"}).text == "'now'"
+    assert sandbox.run_code(code, envs={"ONCE": "now"}).text == "now"
     assert sandbox.run_code(code).text is None
 
 
@@ -139,12 +139,12 @@ def test_contexts_are_apart_and_have_their_directory(sandbox: Sandbox) -> None:
     assert context.language == "python"
     assert context.cwd == "/usr"
     assert context.id in [listed.id for listed in sandbox.list_code_contexts()]
-    assert sandbox.run_code("import os\nos.getcwd()", context=context).text == "'/usr'"
+    assert sandbox.run_code("import os\nos.getcwd()", context=context).text == "/usr"
     lost = sandbox.run_code("here", context=context)
     assert lost.error is not None
     assert lost.error.name == "NameError"
     sandbox.run_code("here = 'other'", context=context)
-    assert sandbox.run_code("here").text == "'default'"
+    assert sandbox.run_code("here").text == "default"
     sandbox.restart_code_context(context)
     assert sandbox.run_code("'here' in globals()", context=context).text == "False"
     sandbox.remove_code_context(context)
@@ -173,13 +173,13 @@ def test_a_client_that_gives_up_does_not_end_the_cell(sandbox: Sandbox) -> None:
 def test_a_long_output_arrives_whole(sandbox: Sandbox) -> None:
     done = sandbox.run_code("for n in range(20000): print(n)")
     assert "".join(done.logs.stdout) == "".join(f"{n}\n" for n in range(20000))
-    assert sandbox.run_code("'y' * 1_000_000").text == repr("y" * 1_000_000)
+    assert sandbox.run_code("'y' * 1_000_000").text == "y" * 1_000_000
 
 
 def test_text_beyond_ascii(sandbox: Sandbox) -> None:
     done = sandbox.run_code("print('ü \\u2028 \\U0001f600')\n'ü \\U0001f600'")
     assert "".join(done.logs.stdout) == "ü \u2028 \U0001f600\n"
-    assert done.text == "'ü \U0001f600'"
+    assert done.text == "ü \U0001f600"
 
 
 def test_variables_survive_snapshot_and_copy(world: World, sandbox: Sandbox) -> None:
@@ -206,6 +206,6 @@ def test_a_cell_that_runs_during_the_snapshot_goes_on_in_both(world: World, sand
     copy = world.interpreter(world.snapshot(sandbox))
     sandbox.files.write("/tmp/go", "")
     cell.join(60)
-    assert answers == ["'done'"]
+    assert answers == ["done"]
     copy.files.write("/tmp/go", "")
-    assert copy.run_code("result").text == "'done'"
+    assert copy.run_code("result").text == "done"

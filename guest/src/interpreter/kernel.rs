@@ -257,7 +257,7 @@ impl Text {
             text: &String::from_utf8_lossy(text),
             timestamp: u64::try_from(timestamp).unwrap_or(0),
         };
-        let mut line = serde_json::to_vec(&event).expect("a plain structure");
+        let mut line = ascii_json(&event);
         line.push(b'\n');
         line
     }
@@ -276,6 +276,24 @@ fn whole_characters(bytes: &[u8]) -> usize {
         return if bytes.len() - index < needed { index } else { bytes.len() };
     }
     bytes.len()
+}
+
+/// JSON without a character beyond ASCII. A client that reads line by line may take U+0085, U+2028 and U+2029, which JSON
+/// allows in strings, for the ends of lines (httpx does).
+fn ascii_json(event: &impl Serialize) -> Vec<u8> {
+    use std::fmt::Write as _;
+    let mut line = String::new();
+    for c in serde_json::to_string(event).expect("a plain structure").chars() {
+        if c.is_ascii() {
+            line.push(c);
+            continue;
+        }
+        for unit in c.encode_utf16(&mut [0; 2]) {
+            // Writing to a string does not fail.
+            let _ = write!(line, "\\u{unit:04x}");
+        }
+    }
+    line.into_bytes()
 }
 
 #[cfg(test)]

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
+use snapyard_snapstore as store;
+use snapyard_vmm as vmm;
 use snapyard_vmm::{GuestPort, PageSource, RestoreFrom, RestoreTimings, Vm};
 use tokio_util::sync::CancellationToken;
 
@@ -42,6 +44,12 @@ pub async fn restore(
     started: Instant,
 ) -> Result<(Guest, Endpoints, Timings), NodeError> {
     let sandbox = facts.id.as_str();
+    check_host(&resident.manifest.facts, node.hypervisor.facts()).map_err(|(what, snapshot, here)| {
+        NodeError::Mismatch(format!(
+            "snapshot {} needs {what} {snapshot:?}, this node has {here:?}; start it on a node that matches",
+            resident.id
+        ))
+    })?;
     let mut timings = Timings { opened: started.elapsed(), ..Timings::default() };
     let from = RestoreFrom {
         memory: Arc::clone(&resident.memory),
@@ -78,6 +86,21 @@ pub async fn restore(
     Ok((Guest { vm, resident }, endpoints, timings))
 }
 
+/// The first fact that differs between the host that a snapshot was taken on and this one: device state and the CPU that
+/// the guest saw mean something only where these agree. The kernel is in the guest's memory, so this node's is no matter.
+fn check_host<'a>(
+    snapshot: &'a store::HostFacts,
+    here: &'a vmm::HostFacts,
+) -> Result<(), (&'static str, &'a str, &'a str)> {
+    let facts = [
+        ("VMM", &*snapshot.vmm_version, &*here.vmm_version),
+        ("machine", &snapshot.machine, &here.machine),
+        ("accelerator", &snapshot.accelerator, here.accelerator.name()),
+        ("CPU model", &snapshot.cpu_model, &here.cpu_model),
+    ];
+    facts.into_iter().find(|(_, snapshot, here)| snapshot != here).map_or(Ok(()), Err)
+}
+
 /// Why the guest failed; waits until it does.
 async fn failure(vm: &Vm) -> String {
     let mut failed = vm.failed();
@@ -99,4 +122,31 @@ async fn identify(node: &State, facts: &Facts, agent: &Agent) -> Result<(), Node
         env: facts.env.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
     };
     agent.init(&identity).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fact_that_differs_is_named() {
+        let here = vmm::HostFacts {
+            vmm_version: "QEMU 7.2".to_owned(),
+            machine: "microvm".to_owned(),
+            accelerator: vmm::Accelerator::Tcg,
+            cpu_model: "max".to_owned(),
+            kernel: "here".to_owned(),
+            tsc_khz: 1,
+        };
+        let same = store::HostFacts {
+            vmm_version: "QEMU 7.2".to_owned(),
+            machine: "microvm".to_owned(),
+            accelerator: here.accelerator.name().to_owned(),
+            cpu_model: "max".to_owned(),
+            kernel: "there".to_owned(),
+        };
+        assert_eq!(check_host(&same, &here), Ok(()));
+        let other = store::HostFacts { vmm_version: "QEMU 9.0".to_owned(), ..same };
+        assert_eq!(check_host(&other, &here), Err(("VMM", "QEMU 9.0", "QEMU 7.2")));
+    }
 }

@@ -145,7 +145,7 @@ impl S3 for Endpoint {
         let bucket = request.input.bucket;
         let location = format!("/{bucket}");
         if self.blocking(move |files| Ok(files.create_bucket(&bucket)?)).await? {
-            Ok(S3Response::new(CreateBucketOutput { location: Some(location), ..Default::default() }))
+            Ok(S3Response::new(CreateBucketOutput { location: Some(location) }))
         } else {
             Err(s3_error!(BucketAlreadyOwnedByYou))
         }
@@ -361,7 +361,7 @@ fn to_token(key: &str) -> String {
 
 fn from_token(token: &str) -> Option<String> {
     let digits = token.as_bytes();
-    if digits.is_empty() || digits.len() % 2 != 0 || !token.is_ascii() {
+    if digits.is_empty() || !digits.len().is_multiple_of(2) || !token.is_ascii() {
         return None;
     }
     let bytes = digits.chunks(2).map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok());
