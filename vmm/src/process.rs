@@ -189,6 +189,19 @@ fn describe(status: io::Result<ExitStatus>) -> String {
     }
 }
 
+/// Makes the child inherit nothing but its standard streams and what [`crate::descriptors::inherit`] names after this:
+/// the node's parent may have left descriptors open in it.
+pub fn inherit_nothing(command: &mut Command) {
+    let close = || {
+        const CLOEXEC: nix::libc::c_uint = nix::libc::CLOSE_RANGE_CLOEXEC;
+        // SAFETY: the call takes three numbers and only sets flags of this process's descriptors.
+        let result = unsafe { nix::libc::syscall(nix::libc::SYS_close_range, 3, nix::libc::c_uint::MAX, CLOEXEC) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: between fork and exec the closure makes one system call.
+    unsafe { command.pre_exec(close) };
+}
+
 fn prepare(command: &mut Command, identity: Option<Identity>, die_with_node: bool) {
     let node = getpid();
     let drop_privileges = move || enter_vmm(identity, die_with_node.then_some(node));
@@ -266,14 +279,16 @@ mod tests {
         let identity = nix::unistd::geteuid().is_root().then_some(Identity { uid: 65534, gid: 65534 });
         let spawner = Spawner::new(Handle::current()).expect("a spawner");
         let mut command = Command::new("/bin/sh");
-        command.args([
-            "-c",
-            "grep -E '^(Uid|Groups|NoNewPrivs)' /proc/self/status >&2; test $(cut -d' ' -f5 /proc/$$/stat) = $$",
-        ]);
+        inherit_nothing(&mut command);
+        let script = "grep -E '^(Uid|Groups|NoNewPrivs)' /proc/self/status >&2
+            test $(cut -d' ' -f5 /proc/$$/stat) = $$ && ls /proc/$$/fd >&2";
+        command.args(["-c", script]);
         let process = VmmProcess::start(&spawner, command, identity, true, None).await.expect("a process");
         let exit = end_of(&mut process.exit()).await;
         assert_eq!(exit.status, "exit status: 0", "a process group of its own");
         assert!(exit.stderr.contains("NoNewPrivs:\t1"), "{exit}");
+        let open: Vec<i32> = exit.stderr.lines().filter_map(|line| line.parse().ok()).collect();
+        assert_eq!(open, [0, 1, 2], "no descriptor of this process");
         if identity.is_some() {
             assert!(exit.stderr.contains("Uid:\t65534\t65534\t65534\t65534"), "{exit}");
             assert!(exit.stderr.lines().any(|line| line.trim_end() == "Groups:"), "no other groups: {exit}");

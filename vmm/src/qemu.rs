@@ -21,9 +21,10 @@ pub mod command;
 mod migration;
 mod network;
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream as StdUnixStream;
 use std::path::PathBuf;
 use std::process::Command;
@@ -40,7 +41,7 @@ use crate::descriptors::inherit;
 use crate::driver::{DriverError, StartMode, Started, VmControl, VmDriver};
 use crate::facts::{Accelerator, HostFacts, host_cpu, kernel_id, measure_tsc_khz};
 use crate::preload::{Preload, placeholder};
-use crate::process::{Identity, Spawner, VmmProcess};
+use crate::process::{Identity, Spawner, VmmProcess, inherit_nothing};
 use crate::qmp::{Qmp, QmpError};
 use crate::shape::Shape;
 use crate::tail::Tail;
@@ -95,7 +96,7 @@ pub struct Qemu {
 
 impl Qemu {
     /// Looks at the host and at QEMU. Blocks, for as long as the trial of the accelerator takes.
-    pub fn new(config: QemuConfig, spawner: Spawner) -> Result<Self, DriverError> {
+    pub fn new(mut config: QemuConfig, spawner: Spawner) -> Result<Self, DriverError> {
         let version = version(&config.program).map_err(|cause| {
             DriverError::new("ask QEMU for its version", format!("{}: {cause}", config.program.display()))
         })?;
@@ -105,6 +106,11 @@ impl Qemu {
         let (kernel, initrd, library) = (open(&config.kernel)?, open(&config.initrd)?, open(&config.preload_so)?);
         let kernel_id = kernel_id(&config.kernel).map_err(|cause| DriverError::new("read the kernel", cause))?;
         let accelerator = accel::choose(config.accelerator, &config.program, &config.kernel)?;
+        if let (Accelerator::Kvm, Some(identity)) = (accelerator, &mut config.identity) {
+            // The device belongs to a group, and a VMM has just one.
+            let device = fs::metadata("/dev/kvm").map_err(|cause| DriverError::new("look at /dev/kvm", cause))?;
+            identity.gid = device.gid();
+        }
         let (cpu, cpu_model) = match accelerator {
             Accelerator::Tcg => ("max", "max".to_owned()),
             Accelerator::Kvm => ("host", format!("host: {}", host_cpu())),
@@ -129,6 +135,7 @@ impl Qemu {
         let memory = placeholder(shape.memory_bytes)?;
         let mut command = Command::new(&self.config.program);
         command.env_clear().current_dir("/");
+        inherit_nothing(&mut command);
         let channel = Preload::prepare(&mut command, &self.config.preload_so, &memory).map_err(io::Error::other)?;
         // By descriptor: the VMM's user need not be able to walk to the library.
         let library = inherit(&mut command, self.library.try_clone()?.into());

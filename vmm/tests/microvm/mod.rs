@@ -4,6 +4,8 @@
 //! The guest's initrd is the project's with another archive behind it: the kernel unpacks both, and `/init` of the second
 //! one wins.
 
+#![allow(dead_code, reason = "each test binary uses a part of this")]
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
