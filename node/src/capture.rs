@@ -79,7 +79,7 @@ pub struct Stored {
 pub async fn store_capture(node: &State, identity: &Identity, capture: Capture) -> Result<Stored, NodeError> {
     let Capture { device_state, dirty, disk, .. } = capture;
     let parent = identity.parent.as_deref();
-    let ingest = node.store.begin(identity.key.clone(), parent.map(|parent| &*parent.manifest)).await?;
+    let ingest = node.store.begin(identity.key, parent.map(|parent| &*parent.manifest)).await?;
 
     let memory = child_image(identity, dirty)?;
     let memory_ref = {

@@ -121,14 +121,17 @@ pub struct Progress {
     pub percent: u32,
 }
 
+/// Held while an alias is being built.
+type BuildLock = Arc<tokio::sync::Mutex<()>>;
+
 /// Builds in progress: one an alias.
 #[derive(Default)]
 pub struct Templates {
-    building: Mutex<HashMap<(TeamId, String), Arc<tokio::sync::Mutex<()>>>>,
+    building: Mutex<HashMap<(TeamId, String), BuildLock>>,
 }
 
 impl Templates {
-    fn lock(&self, team: &TeamId, alias: &str) -> Arc<tokio::sync::Mutex<()>> {
+    fn lock(&self, team: &TeamId, alias: &str) -> BuildLock {
         Arc::clone(self.building.lock().entry((team.clone(), alias.to_owned())).or_default())
     }
 }

@@ -184,7 +184,8 @@ mod tests {
         #[test]
         fn no_bytes_make_the_decoder_panic(mut bytes in prop::collection::vec(any::<u8>(), 0..300), framed in any::<bool>()) {
             if framed && bytes.len() >= 4 {
-                bytes[..4].copy_from_slice(&[MAGIC, bytes[1] % 3, 0, 0]);
+                let codec = bytes[1] % 3;
+                bytes[..4].copy_from_slice(&[MAGIC, codec, 0, 0]);
             }
             let _ = decode(&Bytes::from(bytes));
         }

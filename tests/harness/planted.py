@@ -44,7 +44,10 @@ def evaluate(sandbox: Sandbox, code: str) -> object:
     done = sandbox.run_code(code)
     assert done.error is None, done.error
     assert done.text is not None, done
-    return ast.literal_eval(done.text)
+    try:
+        return ast.literal_eval(done.text)
+    except (ValueError, SyntaxError):
+        return done.text  # a string is shown without its quotes
 
 
 @dataclass(frozen=True)

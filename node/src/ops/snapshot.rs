@@ -106,7 +106,7 @@ async fn take(
 /// Makes the captured memory the image that clones on this node start from. The snapshot is committed already: when
 /// this fails, clones read it from the store like any other.
 async fn publish(node: &State, identity: &Identity, stored: capture::Stored) {
-    match node.residency.wrap(identity.key.clone(), &identity.id, Arc::clone(&stored.manifest)).await {
+    match node.residency.wrap(identity.key, &identity.id, Arc::clone(&stored.manifest)).await {
         Ok(cold) => {
             // From now on what the image lacks comes from the new snapshot itself, not from its parent.
             let own = crate::source::StoredImage::new(cold.reader.image(&stored.manifest.memory));
@@ -114,7 +114,7 @@ async fn publish(node: &State, identity: &Identity, stored: capture::Stored) {
                 tracing::warn!(snapshot = %identity.id, %error, "the captured image goes on reading its parent");
             }
             let warm = Resident {
-                id: cold.id.clone(),
+                id: cold.id,
                 manifest: Arc::clone(&cold.manifest),
                 reader: cold.reader.clone(),
                 device_state: cold.device_state.clone(),

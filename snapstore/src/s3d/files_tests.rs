@@ -115,7 +115,8 @@ proptest! {
         }
         let expected: Vec<&String> = keys.iter().filter(|key| key.starts_with(&prefix) && **key > after).collect();
         let query = Query { prefix: prefix.clone(), after, by_directory: false, limit };
-        prop_assert_eq!(all(&files, query).iter().collect::<Vec<_>>(), expected);
+        let found = all(&files, query);
+        prop_assert_eq!(found.iter().collect::<Vec<_>>(), expected);
 
         let rolled_up: BTreeSet<String> = keys
             .iter()

@@ -196,7 +196,12 @@ async fn many_tasks_may_put_at_once_and_memory_stays_bounded() {
     let ingest = store.begin(KEY, None).await.expect("begin");
     let writer = ingest.image(model.spec(), None);
     let puts = futures::stream::iter(&model.chunks).map(|(chunk, bytes)| writer.put(ChunkNo(*chunk), bytes.clone()));
-    puts.buffer_unordered(50).for_each(|put| ready(put.expect("put"))).await;
+    puts.buffer_unordered(50)
+        .for_each(|put| {
+            put.expect("put");
+            ready(())
+        })
+        .await;
     let image = writer.finish().await.expect("finish");
     let sealed = ingest.seal().await.expect("seal");
     assert_eq!(sealed.chunks_new, 2000);
