@@ -280,8 +280,9 @@ mod tests {
         let spawner = Spawner::new(Handle::current()).expect("a spawner");
         let mut command = Command::new("/bin/sh");
         inherit_nothing(&mut command);
-        let script = "grep -E '^(Uid|Groups|NoNewPrivs)' /proc/self/status >&2
-            test $(cut -d' ' -f5 /proc/$$/stat) = $$ && ls /proc/$$/fd >&2";
+        let script = "exec >&2
+            grep -E '^(Uid|Groups|NoNewPrivs)' /proc/self/status
+            test $(cut -d' ' -f5 /proc/$$/stat) = $$ && ls /proc/$$/fd";
         command.args(["-c", script]);
         let process = VmmProcess::start(&spawner, command, identity, true, None).await.expect("a process");
         let exit = end_of(&mut process.exit()).await;
