@@ -110,6 +110,8 @@ pub struct Sandbox {
     pub deadline: watch::Sender<Option<i64>>,
     /// How the gateway reaches it.
     pub link: watch::Sender<Link>,
+    /// Cancelled when nothing is left of it.
+    pub ended: CancellationToken,
     /// Its guest; `None` before the restore and after the end.
     pub guest: tokio::sync::Mutex<Option<Guest>>,
 }
@@ -122,6 +124,7 @@ impl Sandbox {
             phase: Mutex::new(Phase::Creating),
             deadline: watch::Sender::new(deadline),
             link: watch::Sender::new(Link::Held),
+            ended: CancellationToken::new(),
             guest: tokio::sync::Mutex::new(None),
         })
     }

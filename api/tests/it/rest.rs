@@ -1,6 +1,6 @@
 //! The routes, each with what it calls and what it answers.
 
-use http::Method;
+use http::{Method, Response};
 use serde_json::json;
 use snapyard_proto::retry::{ShouldRetry, mark};
 use snapyard_proto::v1::SandboxState;
@@ -8,6 +8,7 @@ use tonic::Status;
 
 use crate::support::World;
 use crate::support::backends::SNAPSHOT;
+use crate::support::guest::{full, serve_guest};
 
 #[tokio::test]
 async fn a_create_resolves_places_creates_and_releases() {
@@ -292,12 +293,40 @@ async fn a_rollback_keeps_the_sandbox_and_names_the_operation() {
     let expected = json!({"sandboxID": "abc", "snapshotID": SNAPSHOT, "operationID": "op1", "status": "success"});
     assert_eq!(answer.json(), expected);
     assert!(answer.header("server-timing").expect("timings").starts_with("open;dur=1.000, "));
+    let by_name = world.post("/sandboxes/abc/rollback", json!({"snapshotID": "default/short:tag"})).await;
+    assert_eq!(by_name.json()["snapshotID"], SNAPSHOT);
 
     assert_eq!(world.post("/sandboxes/abc/rollback", json!({})).await.status, 400);
     assert_eq!(world.post("/sandboxes/nope/rollback", json!({"snapshotID": SNAPSHOT})).await.status, 404);
     world.backends.fail("rollback_sandbox", Status::not_found("snapshot x was not found"));
     let answer = world.post("/sandboxes/abc/rollback", json!({"snapshotID": "x"})).await;
     assert_eq!((answer.status.as_u16(), answer.error().as_str()), (404, "snapshot x was not found"));
+}
+
+#[tokio::test]
+async fn metrics_are_the_agents_with_its_token() {
+    let world = World::start().await.with_sandbox("abc");
+    world.backends.change_sandbox("abc", |sandbox| sandbox.access_token = "secret".into());
+    let agent = serve_guest(|request| async move {
+        assert_eq!(
+            (request.uri().path(), &request.headers()["x-access-token"]),
+            ("/metrics", &"secret".parse().expect("v"))
+        );
+        Response::new(full(
+            r#"{"ts": 1700000000, "cpu_count": 2, "cpu_used_pct": 1.5, "mem_total": 9, "mem_used": 8, "mem_cache": 7,
+                "disk_total": 6, "disk_used": 5}"#,
+        ))
+    });
+    world.gateway.open_port("abc", 49983, agent.await);
+    let expected = json!([{
+        "timestamp": "2023-11-14T22:13:20Z", "timestampUnix": 1_700_000_000, "cpuCount": 2, "cpuUsedPct": 1.5,
+        "memTotal": 9, "memUsed": 8, "memCache": 7, "diskTotal": 6, "diskUsed": 5,
+    }]);
+    let now = world.get("/sandboxes/abc/metrics?start=1700000000").await;
+    assert_eq!((now.status.as_u16(), now.json()), (200, expected));
+    assert_eq!(world.get("/sandboxes/abc/metrics?end=1600000000").await.json(), json!([]), "no history is kept");
+    assert_eq!(world.get("/sandboxes/abc/metrics?start=yesterday").await.status, 400);
+    assert_eq!(world.get("/sandboxes/nope/metrics").await.status, 404);
 }
 
 #[tokio::test]

@@ -261,3 +261,7 @@ fn new_id() -> io::Result<String> {
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     Ok([&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-"))
 }
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests;

@@ -15,8 +15,15 @@ use crate::sandbox::{Phase, Sandbox};
 /// Ends a sandbox; when this returns its snapshot is no longer occupied by it.
 pub async fn kill(node: &State, team: &TeamId, id: &SandboxId) -> Result<(), NodeError> {
     let sandbox = node.sandboxes.get(team, id)?;
-    let guard = sandbox.enter(Phase::Killing)?;
-    guard.forget();
+    match sandbox.enter(Phase::Killing) {
+        Ok(guard) => guard.forget(),
+        // Its time was over, or somebody else was faster: gone when this returns, but not by this call.
+        Err(_) if sandbox.phase() == Phase::Killing => {
+            sandbox.ended.cancelled().await;
+            return Err(NodeError::NoSandbox(id.to_string()));
+        }
+        Err(busy) => return Err(busy),
+    }
     end(node, &sandbox, None).await
 }
 
@@ -40,6 +47,7 @@ async fn end(node: &State, sandbox: &Arc<Sandbox>, reason: Option<&str>) -> Resu
     }
     let ended = node.catalog.end_sandbox(&sandbox.facts.team, &sandbox.facts.id).await;
     node.sandboxes.remove(&sandbox.facts.id);
+    sandbox.ended.cancel();
     match ended {
         Ok(_) | Err(CatalogError::NotFound { .. }) => Ok(()),
         Err(error) => Err(error.into()),

@@ -364,7 +364,7 @@ impl Node for Service {
         Ok(Response::new(RollbackSandboxResponse {
             operation_id: "op1".into(),
             timings: Some(TIMINGS),
-            ..RollbackSandboxResponse::default()
+            snapshot: Some(Snapshot { id: SNAPSHOT.into(), ..Snapshot::default() }),
         }))
     }
 
