@@ -12,7 +12,7 @@
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
@@ -202,10 +202,12 @@ where
         let answer = handler(request, of_request.clone());
         async move { Ok::<_, std::convert::Infallible>(answer.await) }
     });
-    let serving = http1::Builder::new().serve_connection(io, service).with_upgrades();
+    // Pinned out here: a future that is moved into `select!` is dropped, and its stream closed, before the other branch's
+    // handler has said how to close it.
+    let mut serving = pin!(http1::Builder::new().serve_connection(io, service).with_upgrades());
     tokio::select! {
         // How a connection ends is its client's affair.
-        _ = serving => {}
+        _ = &mut serving => {}
         () = scope.cut() => reset.store(true, Ordering::SeqCst),
     }
 }

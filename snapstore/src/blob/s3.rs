@@ -157,7 +157,9 @@ impl S3Blobs {
 
     async fn read_once(&self, key: &str, range: Option<Range<u64>>, max_len: u64) -> Result<Bytes, BlobError> {
         let bad = |reason: String| BlobError::BadAnswer { key: key.into(), reason };
-        let header = range.as_ref().map(|range| format!("bytes={}-{}", range.start, range.end - 1));
+        // No object is that long, and servers take no larger number.
+        let last = |range: &Range<u64>| (range.end - 1).min(i64::MAX as u64);
+        let header = range.as_ref().map(|range| format!("bytes={}-{}", range.start, last(range)));
         let request = self.client.get_object().bucket(&self.config.bucket).key(key).set_range(header);
         let mut answer = request.send().await.map_err(|error| sort(BlobOp::Get, key, &error))?;
         let stated = answer.content_length.and_then(|len| u64::try_from(len).ok());

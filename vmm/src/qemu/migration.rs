@@ -15,7 +15,7 @@ use bytes::Bytes;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use serde_json::{Value, json};
 use tokio::sync::broadcast::error::RecvError;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::driver::DriverError;
 use crate::qmp::{Qmp, QmpError};
@@ -26,6 +26,9 @@ const MAX_STATE: u64 = 64 << 20;
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How often the status is asked for when no event comes, as a second way to learn of it.
 const ASK_EVERY: Duration = Duration::from_millis(100);
+
+/// How often a machine is asked whether it can be resumed. The guest stands still meanwhile.
+const ASK_SETTLED_EVERY: Duration = Duration::from_micros(200);
 
 const SAVE: &str = "save the device state";
 const LOAD: &str = "load the device state";
@@ -48,13 +51,30 @@ pub async fn save(qmp: &Qmp) -> Result<Bytes, DriverError> {
 pub async fn save_to(qmp: &Qmp, sink: BorrowedFd<'_>) -> Result<(), DriverError> {
     let failed = |cause: QmpError| DriverError::new(SAVE, cause);
     qmp.give_fd("state-out", sink).await.map_err(failed)?;
-    let result = migrate(qmp, "migrate", "fd:state-out", SAVE).await;
+    let result = match migrate(qmp, "migrate", "fd:state-out", SAVE).await {
+        Ok(()) => settle(qmp).await,
+        failed => failed,
+    };
     if result.is_err() {
         // QEMU drops the descriptor when a migration takes it, not before.
         let _ = qmp.execute("migrate_cancel", Value::Null).await;
         let _ = qmp.execute("closefd", json!({ "fdname": "state-out" })).await;
     }
     result
+}
+
+/// Waits until a machine whose state was saved can be resumed. QEMU reports completion from the migration's thread, and
+/// leaves `finish-migrate`, in which it refuses to, a moment later in its main loop.
+async fn settle(qmp: &Qmp) -> Result<(), DriverError> {
+    let begun = Instant::now();
+    while begun.elapsed() < PATIENCE {
+        let status = qmp.execute("query-status", Value::Null).await.map_err(|cause| DriverError::new(SAVE, cause))?;
+        if status["status"] != "finish-migrate" {
+            return Ok(());
+        }
+        sleep(ASK_SETTLED_EVERY).await;
+    }
+    Err(DriverError::new(SAVE, format!("the machine is not settled within {PATIENCE:?}")))
 }
 
 /// Gives a waiting machine its state.
