@@ -16,4 +16,4 @@ while True:
     with open(path + ".new", "w") as file:
         file.write(f"{token} {os.getpid()} {count}\n")
     os.rename(path + ".new", path)
-    time.sleep(0.03)
+    time.sleep(0.25)  # often enough to be seen going on, seldom enough that many emulated guests share two cores
