@@ -68,7 +68,7 @@ clippy: setup ## gate: no lint, in tests either
 
 .PHONY: doc
 doc: setup ## gate: documentation without broken links or gaps
-	RUSTDOCFLAGS=-Dwarnings cargo doc --release --locked --workspace --no-deps --quiet
+	RUSTDOCFLAGS="-Dwarnings -Arustdoc::private_intra_doc_links" cargo doc --release --locked --workspace --no-deps --quiet
 
 .PHONY: deny
 deny: setup-dev ## gate: licences, duplicate versions, sources

@@ -1,6 +1,7 @@
 //! The gRPC contracts between Snapyard's tiers, and what both ends of a call must agree on beyond the messages:
 //! the cluster token, and whether a refused call may be sent again.
 
+#![allow(rustdoc::invalid_html_tags, reason = "generated code repeats the comments of the .proto files")]
 #![expect(missing_docs, reason = "generated code carries the comments of the .proto files only")]
 
 pub mod auth;

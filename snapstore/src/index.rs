@@ -11,7 +11,7 @@
 //!
 //! Index pages and the root are content-addressed and stored as chunks, so a child snapshot shares every page in which it
 //! changed nothing, and a large image's index is loaded page by page. [`ChunkId::ZERO`] stands for an all-zero chunk in a
-//! page, for a page of nothing but zero chunks in the root, and for a root of nothing but zero pages in the [`ImageRef`].
+//! page, for a page of nothing but zero chunks in the root, and for a root of nothing but zero pages in the `ImageRef`.
 //!
 //! Stored form of a node: magic `SYIX`, version u8 (1), level u8 (0 page, 1 root), u16 zero, then 32 bytes per id. A page
 //! always holds [`FANOUT`] ids, the last one padded with zero ids. A later version takes the next version byte; old readers

@@ -3,6 +3,8 @@
 //! Parsers of values are pure functions that name what is wrong and what would be right, since their text is what a
 //! person who mistyped gets to see.
 
+#![allow(rustdoc::invalid_html_tags, rustdoc::broken_intra_doc_links, reason = "these comments are the text of --help")]
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -5,7 +5,7 @@
 //!     └─ S3Blobs | MemoryBlobs    one store each
 //! ```
 //!
-//! What every implementation promises ([`conformance`] checks it):
+//! What every implementation promises (`conformance` checks it):
 //! - a `put` that returned is durable and whole: no reader ever sees a part of an object;
 //! - `get` and `get_range` return exactly the bytes asked for, or an error: never fewer, never more;
 //! - an error says whether the operation may have happened ([`BlobError::may_have_happened`]), and whether asking again can
