@@ -159,9 +159,7 @@ impl Residency {
 
     async fn load(&self, team: &TeamId, id: &SnapshotId) -> Result<Arc<Resident>, NodeError> {
         let key = self.catalog.ensure_team(team).await?.dedup_key;
-        let bytes = self.catalog.manifest(id).await?;
-        let manifest = Manifest::decode(&bytes)
-            .map_err(|cause| NodeError::Internal(format!("the manifest of snapshot {id} is damaged: {cause}")))?;
+        let manifest = committed_manifest(&self.catalog, id).await?;
         self.wrap(key, id, Arc::new(manifest)).await
     }
 
@@ -197,6 +195,13 @@ impl Residency {
             state.entries.remove(&id);
         }
     }
+}
+
+/// The manifest that a snapshot was committed with.
+pub async fn committed_manifest(catalog: &Catalog, id: &SnapshotId) -> Result<Manifest, NodeError> {
+    let bytes = catalog.manifest(id).await?;
+    Manifest::decode(&bytes)
+        .map_err(|cause| NodeError::Internal(format!("the manifest of snapshot {id} is damaged: {cause}")))
 }
 
 fn image_error(error: ImageError) -> NodeError {

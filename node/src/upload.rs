@@ -7,12 +7,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use snapyard_snapstore::Manifest;
 use snapyard_snapstore::catalog::{CatalogError, RemoteStatus};
 use snapyard_snapstore::ids::SnapshotId;
 
 use crate::error::NodeError;
 use crate::node::State;
+use crate::residency::committed_manifest;
 
 /// The pause after a round in which an upload failed, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -65,9 +65,7 @@ async fn round(node: &State) -> bool {
 
 async fn one(node: &State, id: &SnapshotId) -> Result<(), NodeError> {
     node.catalog.set_remote_status(id, RemoteStatus::InProgress).await?;
-    let bytes = node.catalog.manifest(id).await?;
-    let manifest = Manifest::decode(&bytes)
-        .map_err(|cause| NodeError::Internal(format!("the manifest of snapshot {id} is damaged: {cause}")))?;
+    let manifest = committed_manifest(&node.catalog, id).await?;
     let report = node.store.upload(id, &manifest).await?;
     node.catalog.set_remote_status(id, RemoteStatus::Ready).await?;
     tracing::info!(snapshot = %id, ?report, "uploaded");
