@@ -77,14 +77,15 @@ impl State {
     pub fn guard(self: &Arc<Self>, sandbox: &Arc<Sandbox>, vm: &Vm, cut: CancellationToken) {
         let node = Arc::clone(self);
         let sandbox = Arc::clone(sandbox);
-        let mut failed = vm.failed();
+        let failed = vm.failed();
         self.tasks.spawn(async move {
             let reason = tokio::select! {
                 () = cut.cancelled() => None,
-                // An error means that its owner killed it.
-                failure = failed.wait_for(Option::is_some) => failure.ok().and_then(|failure| failure.as_ref().map(ToString::to_string)),
+                reason = ops::failure(failed) => reason,
             };
-            if let Some(reason) = reason && !cut.is_cancelled() {
+            if let Some(reason) = reason
+                && !cut.is_cancelled()
+            {
                 ops::kill::bury(&node, &sandbox, &reason).await;
             }
         });

@@ -9,4 +9,4 @@ pub mod timeout;
 
 mod restore;
 
-pub use restore::Timings;
+pub use restore::{Timings, failure};

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use base64::Engine as _;
 use snapyard_snapstore as store;
 use snapyard_vmm as vmm;
-use snapyard_vmm::{GuestPort, PageSource, RestoreFrom, RestoreTimings, Vm};
+use snapyard_vmm::{GuestPort, PageSource, RestoreFrom, RestoreTimings, VmFailure};
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::agent::{Agent, ENTROPY_BYTES, Identity};
@@ -56,11 +57,10 @@ pub async fn restore(
         disk: Arc::clone(&resident.disk) as Arc<dyn PageSource>,
         device_state: resident.device_state.clone(),
     };
-    let before = started.elapsed();
     let mut phases = RestoreTimings::default();
     let restored = node.hypervisor.restore(resident.shape(), from, &mut phases).await;
     let vm = restored.map_err(|cause| NodeError::Vm { sandbox: sandbox.to_owned(), cause })?;
-    timings.vmm_ready = before + phases.take;
+    timings.vmm_ready = timings.opened + phases.take;
     timings.attached = timings.vmm_ready + phases.attach;
     timings.loaded = timings.attached + phases.load;
     timings.running = started.elapsed();
@@ -75,7 +75,10 @@ pub async fn restore(
     let agent = Agent::new(endpoints.control, sandbox);
     let identified = tokio::select! {
         identified = identify(node, facts, &agent) => identified,
-        reason = failure(&vm) => Err(NodeError::Lost { sandbox: sandbox.to_owned(), reason }),
+        reason = failure(vm.failed()) => {
+            let reason = reason.unwrap_or_else(|| "it was killed".to_owned());
+            Err(NodeError::Lost { sandbox: sandbox.to_owned(), reason })
+        }
     };
     if let Err(error) = identified {
         vm.kill().await;
@@ -101,13 +104,10 @@ fn check_host<'a>(
     facts.into_iter().find(|(_, snapshot, here)| snapshot != here).map_or(Ok(()), Err)
 }
 
-/// Why the guest failed; waits until it does.
-async fn failure(vm: &Vm) -> String {
-    let mut failed = vm.failed();
-    match failed.wait_for(Option::is_some).await {
-        Ok(failure) => failure.as_ref().map(ToString::to_string).unwrap_or_default(),
-        Err(_) => "it was killed".to_owned(),
-    }
+/// Why a guest failed; waits until it does. `None`: its owner killed it.
+pub async fn failure(mut failed: watch::Receiver<Option<VmFailure>>) -> Option<String> {
+    let failure = failed.wait_for(Option::is_some).await.ok()?;
+    failure.as_ref().map(ToString::to_string)
 }
 
 async fn identify(node: &State, facts: &Facts, agent: &Agent) -> Result<(), NodeError> {
