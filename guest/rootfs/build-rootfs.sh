@@ -84,11 +84,13 @@ for name in \${users//,/ }; do
     fi
     uid=\$((uid + 1))
 done
-echo sandbox >"\$root/etc/hostname"
-printf '127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n127.0.1.1 sandbox\n' >"\$root/etc/hosts"
+# Names that change at each restore are in memory: nothing is written to the disk for them, and what a user writes into
+# /etc/hosts stays. The guest's own name is resolved by nss-myhostname where that is installed.
+ln -sf /proc/sys/kernel/hostname "\$root/etc/hostname"
+ln -sf /run/snapyard/machine-id "\$root/etc/machine-id"
+printf '127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n' >"\$root/etc/hosts"
 rm -f "\$root/etc/resolv.conf"
 echo 'nameserver 10.0.2.3' >"\$root/etc/resolv.conf"
-: >"\$root/etc/machine-id"
 : >"\$root/etc/fstab"
 mkdir -p "\$root/code" && chmod 777 "\$root/code"
 # Login shells are what every command starts with: no process for what the shell knows itself, or has no use for.

@@ -7,10 +7,11 @@
 //! Invariant: no program is started between `freeze` and `thaw`: it would be frozen before its first instruction, and
 //! its starter with it (`sys::spawn`). [`UserCgroup::thawed`] is the gate.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
@@ -20,22 +21,33 @@ const FREEZE_WAIT: Duration = Duration::from_secs(5);
 
 /// The user cgroup; on a machine without one (tests), a freezer that only closes the gate.
 pub struct UserCgroup {
-    directory: Option<(PathBuf, File)>,
+    cgroup: Option<Cgroup>,
     frozen: watch::Sender<bool>,
+}
+
+/// Its files, held open: a restored guest is spared to look their paths up for the first time.
+struct Cgroup {
+    directory: File,
+    freeze: File,
+    events: File,
 }
 
 impl UserCgroup {
     /// Opens the cgroup at `path`, or none. It may be frozen: by the agent before this one.
     pub fn open(path: Option<&Path>) -> io::Result<Self> {
-        let Some(path) = path else { return Ok(Self { directory: None, frozen: watch::Sender::new(false) }) };
-        let frozen = fs::read_to_string(path.join("cgroup.freeze"))?.trim() == "1";
-        let directory = Some((path.to_owned(), File::open(path)?));
-        Ok(Self { directory, frozen: watch::Sender::new(frozen) })
+        let Some(path) = path else { return Ok(Self { cgroup: None, frozen: watch::Sender::new(false) }) };
+        let cgroup = Cgroup {
+            directory: File::open(path)?,
+            freeze: File::options().read(true).write(true).open(path.join("cgroup.freeze"))?,
+            events: File::open(path.join("cgroup.events"))?,
+        };
+        let frozen = text_of(&cgroup.freeze)?.trim() == "1";
+        Ok(Self { cgroup: Some(cgroup), frozen: watch::Sender::new(frozen) })
     }
 
     /// What a new program is started in.
     pub fn target(&self) -> Option<BorrowedFd<'_>> {
-        self.directory.as_ref().map(|(_, file)| file.as_fd())
+        self.cgroup.as_ref().map(|cgroup| cgroup.directory.as_fd())
     }
 
     /// Waits until programs may be started.
@@ -49,12 +61,11 @@ impl UserCgroup {
     /// Stops every task of the user's, and returns when all have stopped.
     pub async fn freeze(&self) -> io::Result<()> {
         self.frozen.send_replace(true);
-        let Some((path, _)) = &self.directory else { return Ok(()) };
-        fs::write(path.join("cgroup.freeze"), "1")?;
+        let Some(cgroup) = &self.cgroup else { return Ok(()) };
+        cgroup.freeze.write_all_at(b"1", 0)?;
         let deadline = Instant::now() + FREEZE_WAIT;
         loop {
-            let events = fs::read_to_string(path.join("cgroup.events"))?;
-            if events.lines().any(|line| line == "frozen 1") {
+            if text_of(&cgroup.events)?.lines().any(|line| line == "frozen 1") {
                 return Ok(());
             }
             if Instant::now() > deadline {
@@ -67,10 +78,17 @@ impl UserCgroup {
 
     /// Lets them go on.
     pub fn thaw(&self) -> io::Result<()> {
-        if let Some((path, _)) = &self.directory {
-            fs::write(path.join("cgroup.freeze"), "0")?;
+        if let Some(cgroup) = &self.cgroup {
+            cgroup.freeze.write_all_at(b"0", 0)?;
         }
         self.frozen.send_replace(false);
         Ok(())
     }
+}
+
+/// A file of the cgroup, as it reads now. They are shorter than this.
+fn text_of(file: &File) -> io::Result<String> {
+    let mut text = [0; 256];
+    let read = file.read_at(&mut text, 0)?;
+    Ok(String::from_utf8_lossy(&text[..read]).into_owned())
 }

@@ -13,10 +13,8 @@
 //! Should it fail half-way, the guest stays frozen and the node gives it up.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::io::{self, Write as _};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::sync::Arc;
 
 use base64::Engine as _;
@@ -35,8 +33,6 @@ use crate::warm;
 
 /// Largest body that this port takes.
 const BODY_MAX: usize = 1 << 20;
-/// The last `/init`, in the runtime directory.
-const REMEMBERED: &str = "init.json";
 
 /// What a guest is told at its start and after each restore.
 #[derive(Debug, Deserialize)]
@@ -107,8 +103,8 @@ fn apply(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()
         identity::add_entropy(&entropy)?;
         nix::unistd::sethostname(&init.hostname)?;
     }
-    write_names(agent, &init.hostname, &entropy)?;
-    remember(agent, wire)?;
+    agent.keep.set_machine_id(&machine_id(&entropy))?;
+    agent.keep.remember(wire)?;
     agent.set_session(session_of(init));
     agent.connections.cut_all_but(scope.id);
     agent.interpreter.reseed()?;
@@ -120,38 +116,18 @@ fn session_of(init: Init) -> Session {
     Session { sandbox_id: init.sandbox_id, access_token, env: init.env, generation: 0 }
 }
 
-/// Keeps what this guest was told, in memory and for root only: an agent that had to be started again must ask for the
-/// same token as before.
-fn remember(agent: &Agent, wire: &[u8]) -> io::Result<()> {
-    let path = agent.runtime.join(REMEMBERED);
-    let mut file = fs::File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
-    file.write_all(wire)
-}
-
-/// Takes up the session of an agent that ran before this one in the same guest.
+/// Takes up the session of an agent that ran before this one in the same guest: it must ask for the same token.
 pub fn recall(agent: &Agent) -> io::Result<()> {
-    let wire = match fs::read(agent.runtime.join(REMEMBERED)) {
-        Ok(wire) => wire,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    agent.set_session(session_of(serde_json::from_slice(&wire)?));
+    if let Some(wire) = agent.keep.recall()? {
+        agent.set_session(session_of(serde_json::from_slice(&wire)?));
+    }
     Ok(())
 }
 
-/// Host name and machine id on the disk. Written in place: a rename would touch the directory, and one more block.
-fn write_names(agent: &Agent, hostname: &str, entropy: &[u8]) -> io::Result<()> {
-    use std::fmt::Write as _;
-    // Not the bytes that went to the kernel's pool themselves: this file is readable by everybody.
-    let mut id = String::with_capacity(33);
-    for byte in crate::auth::sha256(&[b"machine-id", entropy].concat()).iter().take(16) {
-        let _ = write!(id, "{byte:02x}");
-    }
-    id.push('\n');
-    fs::write(agent.root.join("etc/machine-id"), id)?;
-    fs::write(agent.root.join("etc/hostname"), format!("{hostname}\n"))?;
-    let hosts = format!("127.0.0.1 localhost\n127.0.1.1 {hostname}\n::1 localhost ip6-localhost ip6-loopback\n");
-    fs::write(agent.root.join("etc/hosts"), hosts)
+/// Not the bytes that go to the kernel's pool themselves: everybody may read a machine id.
+fn machine_id(entropy: &[u8]) -> [u8; 16] {
+    let digest = crate::auth::sha256(&[b"machine-id", entropy].concat());
+    *digest.first_chunk().expect("a digest has 32 bytes")
 }
 
 /// Opens a tunnel to a port of this guest.

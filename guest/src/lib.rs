@@ -24,6 +24,7 @@ pub mod files;
 pub mod filesystem;
 pub mod http;
 pub mod interpreter;
+pub mod keep;
 pub mod metrics;
 pub mod process;
 pub mod service;
@@ -42,6 +43,7 @@ use tokio::net::TcpListener;
 
 use crate::cgroup::UserCgroup;
 use crate::http::{Peers, serve};
+use crate::keep::Keep;
 use crate::state::Agent;
 use crate::users::Accounts;
 
@@ -61,8 +63,6 @@ pub struct Options {
     pub agent: SocketAddr,
     /// The code interpreter's port.
     pub interpreter: SocketAddr,
-    /// Root of the files that the agent itself reads and writes.
-    pub root: PathBuf,
     /// Directory for files of this run.
     pub runtime: PathBuf,
 }
@@ -75,7 +75,6 @@ impl Options {
             control: port(49982),
             agent: port(49983),
             interpreter: port(49999),
-            root: PathBuf::from("/"),
             runtime: std::env::temp_dir(),
         };
         let mut args = args;
@@ -90,7 +89,6 @@ impl Options {
                 "--control" => options.control = address(value()?)?,
                 "--agent" => options.agent = address(value()?)?,
                 "--interpreter" => options.interpreter = address(value()?)?,
-                "--root" => options.root = PathBuf::from(value()?),
                 "--runtime" => options.runtime = PathBuf::from(value()?),
                 other => return Err(format!("unknown option {other}")),
             }
@@ -131,7 +129,8 @@ pub async fn listen(options: &Options) -> io::Result<Running> {
     // In a test the accounts are the machine's.
     let accounts = Accounts::below(Path::new("/"));
     let default_user = if accounts.user("user")?.is_some() { "user" } else { "root" };
-    let agent = Agent::new(options, cgroup, accounts, default_user);
+    let keep = Keep::open(&options.runtime)?;
+    let agent = Agent::new(options, cgroup, keep, accounts, default_user);
     control::recall(&agent)?;
     let listeners = [
         TcpListener::bind(options.control).await?,

@@ -8,6 +8,7 @@ use crate::Options;
 use crate::cgroup::UserCgroup;
 use crate::http::Connections;
 use crate::interpreter::Interpreter;
+use crate::keep::Keep;
 use crate::process::Table;
 use crate::users::Accounts;
 
@@ -40,8 +41,8 @@ pub struct Agent {
     pub default_user: String,
     /// Whether clock, randomness and host name of this machine are ours to set.
     pub guest: bool,
-    /// Prefix of files that the agent itself writes (`etc/machine-id`): `/`, or elsewhere in tests.
-    pub root: PathBuf,
+    /// What outlives this agent, and what it tells programs.
+    pub keep: Keep,
     /// Directory for files of this run, in memory.
     pub runtime: PathBuf,
     session: RwLock<Arc<Session>>,
@@ -49,7 +50,7 @@ pub struct Agent {
 
 impl Agent {
     /// An agent that has not been given an identity yet.
-    pub fn new(options: &Options, cgroup: UserCgroup, accounts: Accounts, default_user: &str) -> Self {
+    pub fn new(options: &Options, cgroup: UserCgroup, keep: Keep, accounts: Accounts, default_user: &str) -> Self {
         let cgroup = Arc::new(cgroup);
         Self {
             connections: Connections::default(),
@@ -59,7 +60,7 @@ impl Agent {
             accounts,
             default_user: default_user.to_owned(),
             guest: options.guest,
-            root: options.root.clone(),
+            keep,
             runtime: options.runtime.clone(),
             session: RwLock::new(Arc::new(Session::default())),
         }

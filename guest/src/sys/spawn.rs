@@ -4,13 +4,15 @@
 //! for a whole RCU grace period, tens of milliseconds in an emulated guest. `CLONE_INTO_CGROUP` costs nothing.
 //!
 //! ```text
-//! parent ── clone3(VFORK | PIDFD | INTO_CGROUP) ── sleeps ──────────────► reads the slot: started, or stage and errno
+//! parent ── clone3(VM | VFORK | PIDFD | INTO_CGROUP) ── sleeps ─────────► looks: started, or stage and errno
 //!              └─ child: setsid, dup2, ids, chdir, execve ─┬─ runs the program
-//!                                                          └─ fails: writes the slot, _exit(127)
+//!                                                          └─ fails: notes stage and errno, _exit(127)
 //! ```
 //!
-//! The child has its own copy of the address space (no `CLONE_VM`), and between `clone3` and `execve` makes nothing but
-//! system calls: any lock of the parent's other threads may be held there for ever. The slot is one shared page.
+//! The child runs in the parent's memory, on a stack of its own, while the parent's thread sleeps (`vfork(2)`): nothing is
+//! copied, neither page tables nor, afterwards, the pages that both write. Between `clone3` and `execve` it makes nothing
+//! but system calls: any lock of the parent's other threads may be held meanwhile. Signals are blocked from before the
+//! `clone3`, and the child has no handlers, so none can run in the shared memory.
 //!
 //! Invariant: never called while the target cgroup is frozen: the child would freeze before its `execve`, and the
 //! parent would sleep until somebody else thaws it.
@@ -19,11 +21,14 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
-use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// `CLONE_INTO_CGROUP` of `linux/sched.h`; the constant of `libc` has a type that is too small for it.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+/// `CLONE_CLEAR_SIGHAND` of `linux/sched.h`: the child has no signal handlers.
+const CLONE_CLEAR_SIGHAND: u64 = 0x1_0000_0000;
+/// The child's stack. It calls nothing that is deep.
+const STACK: usize = 64 * 1024;
 /// `idtype_t` for a pid descriptor (`waitid(2)`).
 const P_PIDFD: libc::idtype_t = 3;
 /// Descriptors are first moved here, so that putting one in its place cannot overwrite another.
@@ -103,13 +108,8 @@ pub enum Exit {
     Signal(i32),
 }
 
-struct Slot {
-    stage: AtomicI32,
-    errno: AtomicI32,
-}
-
-static SLOT: OnceLock<&'static Slot> = OnceLock::new();
-static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+/// Stacks are made once, and used by one child at a time.
+static CHILD_STACK: Mutex<Vec<u8>> = Mutex::new(Vec::new());
 
 /// Starts `plan`, and returns once the program runs.
 pub fn spawn(plan: &Plan<'_>) -> Result<Child, SpawnError> {
@@ -117,52 +117,109 @@ pub fn spawn(plan: &Plan<'_>) -> Result<Child, SpawnError> {
     if plan.fds.len() > FDS_MAX {
         return Err(before(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors")));
     }
-    let _guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    let slot = slot().map_err(before)?;
-    slot.stage.store(0, Ordering::SeqCst);
-    slot.errno.store(0, Ordering::SeqCst);
-
     let args = pointers(plan.args);
     let env = pointers(plan.env);
     let mut fds = [-1; FDS_MAX];
     for (to, from) in fds.iter_mut().zip(plan.fds) {
         *to = from.as_raw_fd();
     }
-    let child = ChildSide { plan, args: args.as_ptr(), env: env.as_ptr(), fds, count: plan.fds.len(), slot };
+    let count = plan.fds.len();
+    let mut child = ChildSide { plan, args: args.as_ptr(), env: env.as_ptr(), fds, count, failed: None };
 
+    let mut stack = CHILD_STACK.lock().unwrap_or_else(PoisonError::into_inner);
+    stack.resize(STACK, 0);
     let mut pidfd: RawFd = -1;
     // SAFETY: `clone_args` is plain numbers: all zero means "nothing asked for".
     let mut request: libc::clone_args = unsafe { std::mem::zeroed() };
-    request.flags = (libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64;
+    request.flags = (libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD) as u64 | CLONE_CLEAR_SIGHAND;
     if let Some(cgroup) = plan.cgroup {
         request.flags |= CLONE_INTO_CGROUP;
         request.cgroup = cgroup.as_raw_fd() as u64;
     }
     request.pidfd = (&raw mut pidfd) as u64;
     request.exit_signal = libc::SIGCHLD as u64;
-    // SAFETY: the request asks for no new stack and no shared memory, so this is a `fork`: the child goes on with a copy
-    // of everything. It calls only `ChildSide::run`, which makes system calls and never returns.
-    let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw const request, size_of::<libc::clone_args>()) };
-    if pid == 0 {
-        child.run();
-    }
-    if pid < 0 {
-        return Err(before(io::Error::last_os_error()));
+    // A stack ends, and begins to be used, at a multiple of 16 (System V ABI).
+    request.stack = stack.as_mut_ptr() as u64;
+    request.stack_size = ((stack.as_ptr() as u64 + STACK as u64) & !15) - request.stack;
+    let blocked = SignalsBlocked::new();
+    // SAFETY: the stack is the child's alone until this returns; `child` and all that it points to live until then, as
+    // the parent sleeps until the child has another memory or is gone.
+    let result = unsafe { clone_on_stack(&request, ChildSide::run, (&raw mut child).cast()) };
+    drop(blocked);
+    drop(stack);
+    if result < 0 {
+        let errno = i32::try_from(-result).unwrap_or(libc::EINVAL);
+        return Err(before(io::Error::from_raw_os_error(errno)));
     }
     // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
     let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
-    let pid = i32::try_from(pid).expect("a process id fits");
-    let stage = match slot.stage.load(Ordering::SeqCst) {
-        0 => return Ok(Child { pid, pidfd }),
-        2 => Stage::Descriptors,
-        3 => Stage::Identity,
-        4 => Stage::Directory,
-        _ => Stage::Exec,
-    };
-    let cause = io::Error::from_raw_os_error(slot.errno.load(Ordering::SeqCst));
+    let pid = i32::try_from(result).expect("a process id fits");
+    // SAFETY: a live, aligned field; volatile, since it was written from behind the compiler's back.
+    let failed = unsafe { ptr::read_volatile(&raw const child.failed) };
+    let Some((stage, errno)) = failed else { return Ok(Child { pid, pidfd }) };
     // It is dead or dying: take its status, so that no zombie stays.
     let _ = wait(&pidfd, 0);
-    Err(SpawnError { stage, cause })
+    Err(SpawnError { stage, cause: io::Error::from_raw_os_error(errno) })
+}
+
+/// `clone3(2)`. In the parent: the child's id, or a negative errno. In the child: `entry(argument)` on the new stack.
+///
+/// # Safety
+/// `request` asks for a new stack, and whatever `entry` does with the memory that it then shares is allowed.
+unsafe fn clone_on_stack(
+    request: &libc::clone_args,
+    entry: unsafe extern "C" fn(*mut libc::c_void) -> !,
+    argument: *mut libc::c_void,
+) -> i64 {
+    let result: i64;
+    // SAFETY: the system call changes rax, rcx and r11. The parent goes on behind the block as if nothing had happened;
+    // the child has the same registers and an empty stack, and never comes out of the block.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "mov rdi, {argument}",
+            "call {entry}",
+            "ud2",
+            "2:",
+            argument = in(reg) argument,
+            entry = in(reg) entry,
+            inlateout("rax") libc::SYS_clone3 => result,
+            in("rdi") request,
+            in("rsi") size_of::<libc::clone_args>(),
+            out("rcx") _,
+            out("r11") _,
+        );
+    }
+    result
+}
+
+/// All signals blocked in this thread, as long as it lives.
+struct SignalsBlocked {
+    before: libc::sigset_t,
+}
+
+impl SignalsBlocked {
+    fn new() -> Self {
+        // SAFETY: all zero is a set.
+        let mut all: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let mut before: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: `all` is valid for writing.
+        unsafe { libc::sigfillset(&raw mut all) };
+        // SAFETY: one set is valid for reading, the other for writing.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before) };
+        Self { before }
+    }
+}
+
+impl Drop for SignalsBlocked {
+    fn drop(&mut self) {
+        // SAFETY: the set is valid for reading, no old one is asked for.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.before, ptr::null_mut()) };
+    }
 }
 
 /// The status of the child behind `pidfd`, once it has ended; `None` while it runs.
@@ -195,23 +252,6 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<Exit>> {
     Ok(Some(if info.si_code == libc::CLD_EXITED { Exit::Code(status) } else { Exit::Signal(status) }))
 }
 
-fn slot() -> io::Result<&'static Slot> {
-    if let Some(slot) = SLOT.get() {
-        return Ok(slot);
-    }
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
-    // SAFETY: a fresh anonymous mapping, owned by nobody else and never unmapped.
-    let page = unsafe { libc::mmap(ptr::null_mut(), size_of::<Slot>(), protection, flags, -1, 0) };
-    if page == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the mapping is page-aligned, zeroed, at least as large as a `Slot`, lives for ever, and is only accessed
-    // through atomics.
-    let slot = unsafe { &*page.cast::<Slot>() };
-    Ok(SLOT.get_or_init(|| slot))
-}
-
 fn pointers(strings: &[CString]) -> Vec<*const libc::c_char> {
     strings.iter().map(|string| string.as_ptr()).chain([ptr::null()]).collect()
 }
@@ -223,15 +263,20 @@ struct ChildSide<'a> {
     env: *const *const libc::c_char,
     fds: [RawFd; FDS_MAX],
     count: usize,
-    slot: &'static Slot,
+    /// Why no program came of it.
+    failed: Option<(Stage, i32)>,
 }
 
 impl ChildSide<'_> {
-    fn run(mut self) -> ! {
-        let stage = self.prepare();
+    /// # Safety
+    /// `side` is a `ChildSide` that nobody else uses until this process is gone or runs a program.
+    unsafe extern "C" fn run(side: *mut libc::c_void) -> ! {
+        // SAFETY: see above.
+        let side = unsafe { &mut *side.cast::<ChildSide<'_>>() };
+        let stage = side.prepare();
         let errno = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL);
-        self.slot.errno.store(errno, Ordering::SeqCst);
-        self.slot.stage.store(stage as i32, Ordering::SeqCst);
+        // SAFETY: a live, aligned field; volatile, since the reader is the parent.
+        unsafe { ptr::write_volatile(&raw mut side.failed, Some((stage, errno))) };
         // SAFETY: ends this process without running anything of the parent's.
         unsafe { libc::_exit(127) }
     }
@@ -280,7 +325,7 @@ impl ChildSide<'_> {
         true
     }
 
-    /// The runtime ignores SIGPIPE and may block signals; a program expects neither.
+    /// The runtime ignores SIGPIPE, and all signals are blocked; a program expects neither.
     fn reset_signals(&self) {
         // SAFETY: restores a default action.
         unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };

@@ -45,7 +45,6 @@ impl Reply {
 impl Guest {
     pub async fn start() -> Self {
         let root = tempfile::tempdir().unwrap();
-        std::fs::create_dir(root.path().join("etc")).unwrap();
         Self::start_in(Arc::new(root)).await
     }
 
@@ -56,14 +55,8 @@ impl Guest {
 
     async fn start_in(root: Arc<tempfile::TempDir>) -> Self {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
-        let options = Options {
-            guest: false,
-            control: any,
-            agent: any,
-            interpreter: any,
-            root: root.path().to_owned(),
-            runtime: root.path().to_owned(),
-        };
+        let options =
+            Options { guest: false, control: any, agent: any, interpreter: any, runtime: root.path().to_owned() };
         let running = listen(&options).await.unwrap();
         let [control, sdk, _] = running.addresses;
         let agent = running.agent.clone();

@@ -50,6 +50,7 @@ impl Launch {
     /// - `cyls`, `heads`, `secs`: without them QEMU reads the disk to guess them, when a waiting machine has none yet.
     /// - `werror`, `rerror`: the guest is told of a failed disk request, instead of stopping without a word.
     /// - `hostfwd` to port 0: the kernel picks a free port; QEMU is asked for it afterwards.
+    /// - `guest_announce=off`: a restored guest has no switch to tell where it is now.
     /// - `restrict=on`: nothing but the forwarded ports; `ipv6=off`: nor a second way in or out.
     /// - `spawn=deny` and the like: a QEMU that a guest took over can start nothing.
     pub fn arguments(&self) -> Vec<String> {
@@ -85,7 +86,7 @@ impl Launch {
             ),
         );
         add("-netdev", self.network());
-        add("-device", "virtio-net-device,netdev=net,mac=52:54:00:12:34:56".into());
+        add("-device", "virtio-net-device,netdev=net,mac=52:54:00:12:34:56,guest_announce=off".into());
         add("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny".into());
         match &self.boot {
             Some(Boot { kernel, initrd, cmdline }) => {
