@@ -157,11 +157,11 @@ def new_server(root: Path, seed: Path, request: pytest.FixtureRequest) -> Iterat
     made: list[Server] = []
     numbers = itertools.count()
 
-    def make(*args: str) -> Server:
+    def make(*args: str, standby: int = 0) -> Server:
         name = "".join(c if c.isalnum() else "-" for c in request.node.name)
         data_dir = root / f"{name[:60]}-{next(numbers)}"
         copy_data(seed, data_dir)
-        server = Server(data_dir, args=args)
+        server = Server(data_dir, args=args, standby=standby)
         made.append(server)
         return server
 

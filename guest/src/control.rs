@@ -4,6 +4,7 @@
 //! ```text
 //! template   GET /health … POST /warm, POST /freeze │ snapshot
 //! restore    POST /init: clock → randomness → names → session → cut connections → reseed → thaw → 204
+//! ahead      POST /init with `rehearse`: the same up to the cut, then commands for practice; later POST /init
 //! snapshot   POST /freeze │ snapshot │ POST /thaw (in the source; the copies get /init)
 //! ports      CONNECT 127.0.0.1:PORT → 200, then bytes both ways
 //! ```
@@ -11,11 +12,16 @@
 //! Invariant: between the restore and the thaw at the end of `/init` nothing of the user's runs, so nothing of it can
 //! see the snapshot's clock or draw the snapshot's random numbers. `/init` may be repeated: each call is complete.
 //! Should it fail half-way, the guest stays frozen and the node gives it up.
+//!
+//! A rehearsal makes a guest that waits for its user quick: what its first request runs, it has run before. Nothing of the
+//! user's takes part: all that was there is frozen, and the shell that is started is refused unless it is the one that
+//! the template was warmed with ([`crate::warm::Shell`]).
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -51,6 +57,9 @@ pub struct Init {
     /// Environment of all processes and contexts to come.
     #[serde(default)]
     pub env: BTreeMap<String, String>,
+    /// Only for practice: the user's processes stay frozen until the next one.
+    #[serde(default)]
+    pub rehearse: bool,
 }
 
 /// Answers one request.
@@ -76,6 +85,9 @@ async fn route(agent: Arc<Agent>, request: Request<Incoming>, scope: Scope) -> A
                 Ok(init) => init,
                 Err(malformed) => return error(StatusCode::BAD_REQUEST, &format!("malformed init: {malformed}")),
             };
+            if init.rehearse && !agent.shell.get().is_some_and(warm::Shell::is_unchanged) {
+                return error(StatusCode::CONFLICT, "the shell is not the one that the template was warmed with");
+            }
             done("init", apply(&agent, init, &body, &scope))
         }
         ("POST", "/freeze") => done("freeze", agent.cgroup.freeze().await),
@@ -105,8 +117,13 @@ fn apply(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()
     }
     agent.keep.set_machine_id(&machine_id(&entropy))?;
     agent.keep.remember(wire)?;
+    let rehearse = init.rehearse;
+    agent.rehearsing.store(rehearse, Ordering::SeqCst);
     agent.set_session(session_of(init));
     agent.connections.cut_all_but(scope.id);
+    if rehearse {
+        return Ok(());
+    }
     agent.interpreter.reseed()?;
     agent.cgroup.thaw()
 }
@@ -119,7 +136,9 @@ fn session_of(init: Init) -> Session {
 /// Takes up the session of an agent that ran before this one in the same guest: it must ask for the same token.
 pub fn recall(agent: &Agent) -> io::Result<()> {
     if let Some(wire) = agent.keep.recall()? {
-        agent.set_session(session_of(serde_json::from_slice(&wire)?));
+        let init: Init = serde_json::from_slice(&wire)?;
+        agent.rehearsing.store(init.rehearse, Ordering::SeqCst);
+        agent.set_session(session_of(init));
     }
     Ok(())
 }

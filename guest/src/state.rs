@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use crate::Options;
 use crate::cgroup::UserCgroup;
@@ -11,6 +12,7 @@ use crate::interpreter::Interpreter;
 use crate::keep::Keep;
 use crate::process::Table;
 use crate::users::Accounts;
+use crate::warm::Shell;
 
 /// What the node gave this guest at its last start or restore.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +47,10 @@ pub struct Agent {
     pub keep: Keep,
     /// Directory for files of this run, in memory.
     pub runtime: PathBuf,
+    /// The shell that the template was warmed with; empty in an agent that was started again.
+    pub shell: OnceLock<Shell>,
+    /// Whether what is started now is for practice, beside the frozen processes of the user's.
+    pub rehearsing: AtomicBool,
     session: RwLock<Arc<Session>>,
 }
 
@@ -62,6 +68,8 @@ impl Agent {
             guest: options.guest,
             keep,
             runtime: options.runtime.clone(),
+            shell: OnceLock::new(),
+            rehearsing: AtomicBool::new(false),
             session: RwLock::new(Arc::new(Session::default())),
         }
     }

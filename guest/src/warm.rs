@@ -1,7 +1,10 @@
 //! Warming a template before it is captured: everything that a first request touches is touched once, so that it is in
 //! memory, resolved and translated in every sandbox that starts from the template.
 
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +12,44 @@ use crate::metrics;
 use crate::process::{Config, Request, start};
 use crate::service::find_user;
 use crate::state::Agent;
+
+/// The shell of every command.
+const SHELL: &str = "/bin/bash";
+/// What a login shell runs of the system's, with what it is started by: the shell itself and its start-up files.
+const SHELL_FILES: [&str; 3] = [SHELL, "/etc/profile", "/etc/profile.d"];
+/// Libraries that every program loads (`ld.so(8)`): code of the user's choice, in each shell.
+const PRELOADS: &str = "/etc/ld.so.preload";
+
+/// The login shell as it was.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Shell(Vec<Option<Stamp>>);
+
+/// A file as it was: device, inode, and the time of its last change in nanoseconds.
+#[derive(Debug, PartialEq, Eq)]
+struct Stamp {
+    device: u64,
+    inode: u64,
+    changed_ns: i128,
+}
+
+impl Shell {
+    fn now() -> io::Result<Self> {
+        let stamp = |path: &str| match fs::metadata(path) {
+            Ok(found) => {
+                let changed_ns = i128::from(found.ctime()) * 1_000_000_000 + i128::from(found.ctime_nsec());
+                Ok(Some(Stamp { device: found.dev(), inode: found.ino(), changed_ns }))
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        };
+        Ok(Self(SHELL_FILES.iter().map(|path| stamp(path)).collect::<Result<_, _>>()?))
+    }
+
+    /// Whether starting it runs nothing but what the template's own did, as long as no home directory is involved.
+    pub fn is_unchanged(&self) -> bool {
+        Self::now().is_ok_and(|now| now == *self) && !Path::new(PRELOADS).exists()
+    }
+}
 
 /// Longest time for one command.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -20,7 +61,7 @@ pub async fn warm(agent: &Arc<Agent>) -> io::Result<()> {
         let user = find_user(agent, Some(name)).map_err(io::Error::other)?;
         for stdin in [false, true] {
             let config = Config {
-                cmd: "/bin/bash".to_owned(),
+                cmd: SHELL.to_owned(),
                 args: ["-l", "-c", "echo warm; ls / >/dev/null; true"].map(str::to_owned).to_vec(),
                 ..Config::default()
             };
@@ -30,6 +71,8 @@ pub async fn warm(agent: &Arc<Agent>) -> io::Result<()> {
         }
     }
     metrics::read().await?;
+    // A second warm-up finds the same shell, or one that a recipe brought: the first one counts.
+    let _ = agent.shell.set(Shell::now()?);
     // What was written on the way is in the disk's image, not only in memory.
     tokio::task::spawn_blocking(nix::unistd::sync).await.map_err(io::Error::other)
 }

@@ -12,6 +12,7 @@ use http_body_util::{BodyExt, Full};
 use hyper::{Method, Request};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
+use serde_json::Value;
 use tokio::net::TcpStream;
 
 use crate::error::NodeError;
@@ -38,6 +39,8 @@ pub struct Identity {
     pub access_token: String,
     /// Environment of every process that the agent starts.
     pub env: std::collections::BTreeMap<String, String>,
+    /// Only for practice: the user's processes stay frozen until the next one.
+    pub rehearse: bool,
 }
 
 /// The control port of one guest.
@@ -132,33 +135,39 @@ impl Agent {
 /// How long a recipe's command may take.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
 
-/// The process service of the agent's public port, as far as a template build needs it: Connect protocol, JSON, streams
-/// of frames (flags, big-endian length, message).
+/// The process service of the agent's public port, as far as template builds and rehearsals need it: Connect protocol,
+/// JSON, streams of frames (flags, big-endian length, message).
 pub struct Processes {
     address: SocketAddr,
-    template: String,
+    whose: String,
 }
 
 impl Processes {
-    /// The service at `address`; `template` is for messages.
-    pub fn new(address: SocketAddr, template: &str) -> Self {
-        Self { address, template: template.to_owned() }
+    /// The service at `address`; `whose` guest it is, is for messages.
+    pub fn new(address: SocketAddr, whose: &str) -> Self {
+        Self { address, whose: whose.to_owned() }
     }
 
     /// Runs a shell command to its end, which must be a success.
     pub async fn run(&self, user: &str, command: &str) -> Result<(), NodeError> {
-        let ran = tokio::time::timeout(COMMAND_DEADLINE, async {
-            let body = self.open(user, command).await?;
-            let body = body.collect().await.map_err(|error| error.to_string())?.to_bytes();
-            outcome(&body)
+        self.finish(&shell(command), user, "", command).await
+    }
+
+    /// Runs a login shell that does nothing of note, and for which no home directory exists: no file of the user's.
+    pub async fn rehearse(&self, token: &str) -> Result<(), NodeError> {
+        let process = serde_json::json!({
+            "cmd": "/bin/bash",
+            "args": login_shell("echo rehearsed; (:)"),
+            "envs": { "HOME": "/nonexistent" },
+            "cwd": "/",
         });
-        self.judge(command, ran.await.unwrap_or_else(|_| Err("it did not end in time".to_owned())))
+        self.finish(&process, "", token, "a rehearsal").await
     }
 
     /// Starts a shell command and leaves it running.
     pub async fn start(&self, user: &str, command: &str) -> Result<(), NodeError> {
         let started = tokio::time::timeout(COMMAND_DEADLINE, async {
-            let mut body = self.open(user, command).await?;
+            let mut body = self.open(&shell(command), user, "").await?;
             // The first frame says that it runs, or why not.
             match body.frame().await {
                 Some(Ok(_)) => Ok(()),
@@ -169,9 +178,18 @@ impl Processes {
         self.judge(command, started.await.unwrap_or_else(|_| Err("it did not start in time".to_owned())))
     }
 
-    async fn open(&self, user: &str, command: &str) -> Result<hyper::body::Incoming, String> {
+    async fn finish(&self, process: &Value, user: &str, token: &str, what: &str) -> Result<(), NodeError> {
+        let ran = tokio::time::timeout(COMMAND_DEADLINE, async {
+            let body = self.open(process, user, token).await?;
+            let body = body.collect().await.map_err(|error| error.to_string())?.to_bytes();
+            outcome(&body)
+        });
+        self.judge(what, ran.await.unwrap_or_else(|_| Err("it did not end in time".to_owned())))
+    }
+
+    async fn open(&self, process: &Value, user: &str, token: &str) -> Result<hyper::body::Incoming, String> {
         use base64::Engine as _;
-        let message = serde_json::json!({ "process": { "cmd": "/bin/bash", "args": ["-l", "-c", command] } });
+        let message = serde_json::json!({ "process": process });
         let login = base64::engine::general_purpose::STANDARD.encode(format!("{user}:"));
         let stream = TcpStream::connect(self.address).await.map_err(|error| error.to_string())?;
         let handshake = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
@@ -185,6 +203,7 @@ impl Processes {
             .header("content-type", "application/connect+json")
             .header("connect-protocol-version", "1")
             .header("authorization", format!("Basic {login}"))
+            .header("x-access-token", token)
             .body(Full::new(frame(&message.to_string())))
             .map_err(|error| error.to_string())?;
         let response = sender.send_request(request).await.map_err(|error| error.to_string())?;
@@ -195,8 +214,16 @@ impl Processes {
     }
 
     fn judge(&self, command: &str, ran: Result<(), String>) -> Result<(), NodeError> {
-        ran.map_err(|why| NodeError::Build { alias: self.template.clone(), why: format!("{command:?}: {why}") })
+        ran.map_err(|why| NodeError::Build { alias: self.whose.clone(), why: format!("{command:?}: {why}") })
     }
+}
+
+fn login_shell(command: &str) -> [&str; 3] {
+    ["-l", "-c", command]
+}
+
+fn shell(command: &str) -> Value {
+    serde_json::json!({ "cmd": "/bin/bash", "args": login_shell(command) })
 }
 
 /// One message of a stream.
@@ -213,12 +240,12 @@ fn outcome(mut frames: &[u8]) -> Result<(), String> {
         let len = u32::from_be_bytes([head[1], head[2], head[3], head[4]]) as usize;
         let (message, rest) = rest.split_at_checked(len).ok_or("its answer is cut off")?;
         frames = rest;
-        let message: serde_json::Value = serde_json::from_slice(message).map_err(|error| error.to_string())?;
+        let message: Value = serde_json::from_slice(message).map_err(|error| error.to_string())?;
         if let Some(error) = message.get("error") {
             return Err(error.to_string());
         }
         if let Some(end) = message.pointer("/event/end") {
-            let code = end.get("exitCode").and_then(serde_json::Value::as_i64).unwrap_or(0);
+            let code = end.get("exitCode").and_then(Value::as_i64).unwrap_or(0);
             return if code == 0 { Ok(()) } else { Err(format!("it ended with {code}")) };
         }
     }

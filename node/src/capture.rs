@@ -25,7 +25,7 @@ use snapyard_vmm::{
 
 use crate::agent::Agent;
 use crate::error::NodeError;
-use crate::node::State;
+use crate::node::{State, fill_policy};
 use crate::residency::Resident;
 
 /// Bytes per chunk of both images.
@@ -81,7 +81,7 @@ pub async fn store_capture(node: &State, identity: &Identity, capture: Capture) 
     let parent = identity.parent.as_deref();
     let ingest = node.store.begin(identity.key, parent.map(|parent| &*parent.manifest)).await?;
 
-    let memory = child_image(identity, dirty)?;
+    let memory = child_image(node, identity, dirty)?;
     let memory_ref = {
         let size_bytes = memory.geometry().size_bytes();
         let writer = writer(&ingest, size_bytes, parent.map(|parent| &parent.manifest.memory), parent);
@@ -151,13 +151,13 @@ pub fn row(node: &State, identity: &Identity, stored: &Stored, team: &store::ids
     }
 }
 
-fn child_image(identity: &Identity, dirty: DirtyPages) -> Result<Arc<MemoryImage>, NodeError> {
+fn child_image(node: &State, identity: &Identity, dirty: DirtyPages) -> Result<Arc<MemoryImage>, NodeError> {
     let source: Arc<dyn PageSource> = match &identity.parent {
         // The parent's own image, so that what its guests have fetched already is not fetched again.
         Some(parent) => Arc::clone(&parent.memory) as Arc<dyn PageSource>,
         None => ZeroSource::new(geometry(identity.shape.memory_bytes)?),
     };
-    MemoryImage::child("snapyard-memory", source, dirty)
+    MemoryImage::child_with_policy("snapyard-memory", source, dirty, fill_policy(node.config.fault_deadline))
         .map_err(|error| NodeError::Internal(format!("the captured memory cannot become an image: {error}")))
 }
 

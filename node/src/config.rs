@@ -58,6 +58,8 @@ pub struct NodeConfig {
     pub retention: Duration,
     /// VMMs of the default shape that wait for a guest.
     pub pool_target: usize,
+    /// Guests that are kept restored and paused for snapshots in frequent use, at most.
+    pub standbys: usize,
     /// Guests at most.
     pub max_sandboxes: usize,
     /// How long a guest may wait for bytes that cannot be had before it is stopped.

@@ -10,6 +10,7 @@
 //! | [`source`] | the adapter from stored images to the page sources that VMMs read |
 //! | [`sandbox`] | one sandbox: its phases, its VM, its guardian task |
 //! | [`ops`] | create, kill, time-out, snapshot, rollback: one file an operation |
+//! | [`standby`] | guests restored ahead of need |
 //! | [`template`] | recipes, root file systems, and the first capture |
 //! | [`capture`] | from a stopped guest's dirty pages to a committed snapshot |
 //! | [`agent`] | the client of the control port inside a guest |
@@ -31,6 +32,7 @@ pub mod residency;
 pub mod sandbox;
 pub mod service;
 pub mod source;
+pub mod standby;
 pub mod template;
 pub mod upload;
 

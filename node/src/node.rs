@@ -31,6 +31,7 @@ use crate::recover;
 use crate::residency::Residency;
 use crate::sandbox::{Registry, Sandbox};
 use crate::service;
+use crate::standby::{self, Standbys};
 use crate::template::Templates;
 use crate::upload;
 
@@ -51,6 +52,8 @@ pub struct State {
     pub hypervisor: Arc<Hypervisor>,
     /// Open snapshots.
     pub residency: Residency,
+    /// Guests restored ahead of need.
+    pub standbys: Standbys,
     /// The sandboxes of this node.
     pub sandboxes: Arc<Registry>,
     /// Template builds.
@@ -144,6 +147,7 @@ impl Node {
             catalog,
             store,
             hypervisor,
+            standbys: Standbys::new(config.standbys),
             sandboxes: Arc::default(),
             templates: Templates::default(),
             clock,
@@ -158,6 +162,7 @@ impl Node {
         recover::recover(&state).await?;
         state.tasks.spawn(upload::run(Arc::clone(&state)));
         state.tasks.spawn(report(Arc::clone(&state)));
+        state.tasks.spawn(standby::run(Arc::clone(&state)));
         let gateway = Gateway {
             sandboxes: Arc::clone(&state.sandboxes),
             token: state.config.cluster_token.clone(),
@@ -222,7 +227,7 @@ fn vmm_config(config: &NodeConfig, run_dir: &std::path::Path) -> VmmConfig {
     VmmConfig {
         pool_target: config.pool_target,
         // A rollback needs a second VMM for a moment, and a template build one of its own.
-        max_vms: config.max_sandboxes.saturating_mul(2).saturating_add(1),
+        max_vms: config.max_sandboxes.saturating_mul(2).saturating_add(1).saturating_add(config.standbys),
         vmm_uid: Some(config.vmm_uid),
         disk_policy: fill_policy(config.fault_deadline),
         ..VmmConfig::new(kernel, initrd, &config.preload_so, run_dir)

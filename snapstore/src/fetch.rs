@@ -39,7 +39,7 @@ use crate::stats::Counters;
 /// Footers read at the same time.
 const FOOTERS_AT_ONCE: usize = 8;
 
-/// A copy from the blob store that does not verify is read again once: the bytes may have been damaged on the way.
+/// A chunk or footer from the blob store that does not verify is read again once: it may have been damaged on the way.
 const REMOTE_TRIES: u32 = 2;
 
 /// What a reader may see: its domain's key, and the packs that hold its chunks.
@@ -301,7 +301,7 @@ impl Fetcher {
     fn bad_copy(&self, id: ChunkId, source: Source, error: &dyn ToString, attempt: &mut Attempt) {
         let outcome = error.to_string();
         tracing::warn!(chunk = %id, %source, outcome, "a copy of a chunk is no good");
-        self.counters.corrupt_chunks.fetch_add(1, Ordering::Relaxed);
+        self.counters.bad_copies.fetch_add(1, Ordering::Relaxed);
         attempt.note(source, outcome);
     }
 
@@ -356,8 +356,21 @@ impl Fetcher {
         pack::check_sizes(&pack)?;
         let _slot = self.remote_slots.acquire().await.expect("never closed");
         let start = pack.size_bytes - pack::tail_len(pack.chunks);
-        let tail = self.blobs.get_range(&pack_key(&pack.id), start..pack.size_bytes).await?;
-        let entries = pack::parse_tail(&pack, &tail)?;
+        let mut tries = 0;
+        let entries = loop {
+            let tail = self.blobs.get_range(&pack_key(&pack.id), start..pack.size_bytes).await?;
+            tries += 1;
+            match pack::parse_tail(&pack, &tail) {
+                Ok(entries) => break entries,
+                Err(error) => {
+                    tracing::warn!(pack = %pack.id, %error, "the footer of a pack is no good");
+                    self.counters.bad_copies.fetch_add(1, Ordering::Relaxed);
+                    if tries >= REMOTE_TRIES {
+                        return Err(error.into());
+                    }
+                }
+            }
+        };
         let fetcher = Arc::clone(&self);
         blocking(move || {
             fetcher.cache.register_pack(&pack, &entries);

@@ -10,7 +10,7 @@ pub(crate) struct Counters {
     pub(crate) bytes_new: AtomicU64,
     pub(crate) cache_hits: AtomicU64,
     pub(crate) cache_misses: AtomicU64,
-    pub(crate) corrupt_chunks: AtomicU64,
+    pub(crate) bad_copies: AtomicU64,
 }
 
 /// What the blob store holds, as of the last time it was asked.
@@ -54,5 +54,5 @@ pub struct StoreStats {
     /// Packs sealed here and not uploaded yet.
     pub packs_staged: u64,
     /// Copies that did not verify and were replaced, or could not be.
-    pub corrupt_chunks: u64,
+    pub bad_copies: u64,
 }

@@ -225,7 +225,7 @@ impl Store {
             blob_bytes_written: count(&blobs.bytes_written),
             remote: *self.remote.lock(),
             packs_staged: staging.len(),
-            corrupt_chunks: count(&counters.corrupt_chunks) + count(&cache.counters().corrupt_values),
+            bad_copies: count(&counters.bad_copies) + count(&cache.counters().corrupt_values),
         }
     }
 

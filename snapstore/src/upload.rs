@@ -149,6 +149,6 @@ fn repair(fetcher: &Fetcher, id: &PackId, damaged: &[u8]) -> Result<Bytes, Store
         return Err(lost());
     }
     tracing::warn!(pack = %id, chunks = named.chunks, "a damaged staged pack was repaired from the cache");
-    fetcher.counters.corrupt_chunks.fetch_add(1, Ordering::Relaxed);
+    fetcher.counters.bad_copies.fetch_add(1, Ordering::Relaxed);
     Ok(bytes.into())
 }

@@ -95,6 +95,9 @@ pub struct UpArgs {
     /// VMMs that wait, started, for their guest
     #[arg(long, default_value_t = 4, value_name = "N")]
     pub pool: usize,
+    /// Guests kept restored and paused for snapshots that are started from again and again; 0 for none
+    #[arg(long, default_value_t = 2, value_name = "N")]
+    pub standby: usize,
     /// How long a snapshot is kept, e.g. 90s, 12h, 7d
     #[arg(long, default_value = "7d", value_name = "DURATION", value_parser = parse_duration)]
     pub retention: Duration,

@@ -291,7 +291,10 @@ pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
     let hit = share(store.cache_hits, reads);
     let mut tables = vec![facts_table(vec![
         ("node", format!("{} ({}, {})", stats.node_id, stats.vmm_version, stats.accelerator)),
-        ("guests", format!("{} running, {} VMMs waiting", stats.sandboxes, stats.pooled_vmms)),
+        (
+            "guests",
+            format!("{} running, {} on standby, {} VMMs waiting", stats.sandboxes, stats.standbys, stats.pooled_vmms),
+        ),
         ("snapshots", format!("{}, {} logical", store.snapshots, bytes(store.logical_bytes))),
         ("chunks known here", store.chunks.to_string()),
         ("put since start", format!("{seen} chunks, {} known already ({known})", store.chunks_deduplicated)),
@@ -301,7 +304,7 @@ pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
         ("read from it", format!("{} in {} requests", bytes(store.s3_bytes_read), store.s3_gets)),
         ("written to it", format!("{} in {} requests", bytes(store.s3_bytes_written), store.s3_puts)),
         ("packs to upload", store.packs_staged.to_string()),
-        ("bad copies replaced", store.corrupt_chunks.to_string()),
+        ("bad copies replaced", store.bad_copies.to_string()),
     ])];
     if !stats.images.is_empty() {
         let mut images = plain_table(&["MEMORY IMAGE OF", "SIZE", "FILLED", "", "GUESTS"]);
@@ -366,6 +369,7 @@ pub fn stats_json(stats: &NodeStats, reservations: u32) -> Value {
         "vmm_version": stats.vmm_version,
         "sandboxes": stats.sandboxes,
         "pooled_vmms": stats.pooled_vmms,
+        "standbys": stats.standbys,
         "occupancy_rows": stats.occupancies,
         "reservations": reservations,
         "images": images,
@@ -387,7 +391,7 @@ pub fn stats_json(stats: &NodeStats, reservations: u32) -> Value {
             "s3_objects": store.s3_objects,
             "s3_bytes": store.s3_bytes,
             "packs_staged": store.packs_staged,
-            "corrupt_chunks": store.corrupt_chunks,
+            "bad_copies": store.bad_copies,
         },
     })
 }

@@ -203,6 +203,7 @@ fn node_config(
         s3,
         retention: args.retention,
         pool_target: args.pool,
+        standbys: args.standby,
         max_sandboxes: args.max_sandboxes,
         fault_deadline: args.fault_deadline,
         idle_image_bytes: args.idle_images_mib << 20,

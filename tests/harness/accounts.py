@@ -50,7 +50,7 @@ class Ledger:
     @property
     def excess_vmms(self) -> int:
         """VMM processes that belong neither to the pool nor to a sandbox."""
-        return self.vmms - self.pooled - len(self.sandboxes)
+        return self.vmms - self.pooled - len(self.sandboxes)  # no server that is measured keeps standbys
 
 
 def measure(server: Server) -> Ledger:

@@ -115,9 +115,10 @@ class Server:
     directory, so that forgotten files can be seen).
     """
 
-    def __init__(self, data_dir: Path, *, args: Sequence[str] = ()) -> None:
+    def __init__(self, data_dir: Path, *, args: Sequence[str] = (), standby: int = 0) -> None:
         self.data_dir = data_dir
-        self.args = list(args)
+        # Guests on standby come and go by themselves: only the tests that are about them have any.
+        self.args = [*args, "--standby", str(standby)]
         self.log = data_dir.with_name(data_dir.name + ".log")
         self.tmp_dir = data_dir.with_name(data_dir.name + ".tmp")
         self.port = free_port()

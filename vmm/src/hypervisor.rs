@@ -40,7 +40,7 @@ use crate::qemu::accel::AcceleratorChoice;
 use crate::qemu::{Qemu, QemuConfig};
 use crate::shape::Shape;
 use crate::source::PageSource;
-use crate::vm::{Inner, MemoryStats, Parts, Vm, VmError, VmFailure, became, process_private_bytes};
+use crate::vm::{Inner, Parts, Vm, VmError, VmFailure, became};
 
 /// Nobody, in every distribution.
 const NOBODY: u32 = 65534;
@@ -240,15 +240,9 @@ impl Hypervisor {
         self.pool.lock().ready(shape)
     }
 
-    /// The processes of the VMMs that wait, and what each costs: what a guest takes beyond that is its own.
-    pub async fn pooled(&self) -> Vec<(u32, MemoryStats)> {
-        let pids: Vec<u32> = self.pool.lock().waiting().map(|shell| shell.process.pid()).collect();
-        let measured = spawn_blocking(move || {
-            let cost =
-                |pid| MemoryStats { private_bytes: process_private_bytes(pid).unwrap_or(0), ..MemoryStats::default() };
-            pids.into_iter().map(|pid| (pid, cost(pid))).collect()
-        });
-        measured.await.unwrap_or_default()
+    /// The processes of the VMMs that wait.
+    pub fn pooled(&self) -> Vec<u32> {
+        self.pool.lock().waiting().map(|shell| shell.process.pid()).collect()
     }
 
     /// Returns when as many VMMs of this shape wait as should.

@@ -39,11 +39,12 @@ use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::task::AbortHandle;
+use userfaultfd::{EventBuffer, Uffd};
 
 use crate::image::{FillError, MemoryImage, PageState};
 use crate::region::Region;
 use crate::source::{ChunkNo, PAGE_SIZE};
-use crate::uffd::{self, Event, Mapping};
+use crate::uffd::{self, Mapping};
 
 /// How a page server serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +54,9 @@ pub struct ServeConfig {
     /// How long the kernel may refuse a mapping for want of memory before the guest is given up.
     pub patience: Duration,
 }
+
+/// How many events are read at once.
+const EVENTS_AT_ONCE: usize = 64;
 
 impl Default for ServeConfig {
     fn default() -> Self {
@@ -142,8 +146,9 @@ impl PageServer {
         let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
         let bell = bell.map_err(|errno| os("make the bell")(errno.into()))?;
         set_nonblocking(&uffd).map_err(os("set up the userfaultfd"))?;
+        let uffd = uffd::adopt(uffd);
         for region in &regions {
-            match uffd::wake(uffd.as_fd(), region.base_host_virt_addr, region.size) {
+            match uffd::wake(&uffd, region.base_host_virt_addr, region.size) {
                 Ok(()) | Err(Errno::ESRCH) => {}
                 Err(errno) => return Err(os("wake the guest")(errno.into())),
             }
@@ -158,6 +163,7 @@ impl PageServer {
         });
         let server = Server {
             uffd,
+            events: EventBuffer::new(EVENTS_AT_ONCE),
             regions,
             image,
             runtime,
@@ -198,7 +204,7 @@ fn set_nonblocking(uffd: &OwnedFd) -> io::Result<()> {
 #[derive(Debug)]
 pub struct ServedGuest {
     shared: Arc<Shared>,
-    thread: Option<JoinHandle<OwnedFd>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl ServedGuest {
@@ -223,17 +229,17 @@ impl ServedGuest {
         self.shared.touched.lock().order.clone()
     }
 
-    /// Stops serving and gives the userfaultfd back, for a successor. Faults stay unanswered until there is one. Waits
+    /// Stops serving. Faults stay unanswered until there is a successor, which gets the userfaultfd from the VMM. Waits
     /// for the thread, not for fills.
-    pub fn stop(mut self) -> OwnedFd {
-        self.join().expect("only stop and drop join, and each ends the guest")
+    pub fn stop(mut self) {
+        self.join();
     }
 
-    fn join(&mut self) -> Option<OwnedFd> {
-        let thread = self.thread.take()?;
+    fn join(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
         self.shared.stop.store(true, Ordering::Release);
         self.shared.ring();
-        Some(thread.join().expect("a page server does not panic"))
+        thread.join().expect("a page server does not panic");
     }
 }
 
@@ -301,7 +307,8 @@ struct Refused {
 
 /// The thread's state.
 struct Server {
-    uffd: OwnedFd,
+    uffd: Uffd,
+    events: EventBuffer,
     regions: Vec<Region>,
     image: Arc<MemoryImage>,
     runtime: Handle,
@@ -313,7 +320,7 @@ struct Server {
 
 impl Server {
     /// Serves until told to stop.
-    fn run(mut self) -> OwnedFd {
+    fn run(mut self) {
         while !self.shared.stop.load(Ordering::Acquire) {
             if let Err(errno) = self.turn() {
                 self.shared.fail(format!("reading faults: {errno}"));
@@ -323,7 +330,6 @@ impl Server {
         for waiting in self.waiting.values() {
             waiting.fill.abort();
         }
-        self.uffd
     }
 
     /// One round: wait for something to do, then do all of it.
@@ -348,15 +354,10 @@ impl Server {
             self.answer(refused.address, refused.since);
         }
         if faults {
-            for event in uffd::read_events(self.uffd.as_fd())? {
-                match event {
-                    Event::Fault { address } => {
-                        self.shared.counters.faults.fetch_add(1, Ordering::Relaxed);
-                        self.note_touch(address);
-                        self.answer(address, Instant::now());
-                    }
-                    Event::Other(number) => tracing::warn!(number, "userfaultfd event that nobody asked for"),
-                }
+            for address in uffd::read_faults(&self.uffd, &mut self.events)? {
+                self.shared.counters.faults.fetch_add(1, Ordering::Relaxed);
+                self.note_touch(address);
+                self.answer(address, Instant::now());
             }
         }
         Ok(())
@@ -464,7 +465,7 @@ impl Server {
         let mut at = start;
         let mut skipped = false;
         while at < end {
-            match uffd::map(self.uffd.as_fd(), mapping, at, end - at) {
+            match uffd::map(&self.uffd, mapping, at, end - at) {
                 Ok(done) => {
                     done_bytes.fetch_add(done, Ordering::Relaxed);
                     at += done;
@@ -476,6 +477,6 @@ impl Server {
                 Err(errno) => return Err(errno),
             }
         }
-        if skipped { uffd::wake(self.uffd.as_fd(), start, end - start) } else { Ok(()) }
+        if skipped { uffd::wake(&self.uffd, start, end - start) } else { Ok(()) }
     }
 }

@@ -257,7 +257,13 @@ impl Vm {
         }
     }
 
-    /// Lets a guest run that a capture left stopped. A running guest runs on.
+    /// Stops the guest's CPUs until [`Vm::resume`]; its clock stops with them.
+    pub async fn pause(&self) -> Result<(), VmError> {
+        let _alone = self.inner.capturing.lock().await;
+        self.inner.control.stop().await.map_err(|cause| self.inner.driver_error(cause))
+    }
+
+    /// Lets a guest run that [`Vm::pause`] or a capture left stopped. A running guest runs on.
     pub async fn resume(&self) -> Result<(), VmError> {
         let _alone = self.inner.capturing.lock().await;
         self.inner.control.resume().await.map_err(|cause| self.inner.driver_error(cause))
@@ -401,7 +407,7 @@ pub(crate) async fn became<T: Clone>(receiver: &mut watch::Receiver<Option<T>>) 
 }
 
 /// Bytes of a process that no other shares, from `/proc/PID/smaps_rollup`.
-pub(crate) fn process_private_bytes(pid: u32) -> Option<u64> {
+pub fn process_private_bytes(pid: u32) -> Option<u64> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let kilobytes = rollup.lines().filter(|line| line.starts_with("Private_")).filter_map(|line| {
         let value = line.split_whitespace().nth(1)?;

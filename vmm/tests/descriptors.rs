@@ -31,7 +31,7 @@ async fn restores_and_captures_leave_no_descriptor_open() {
         guest.fill(4096, 4096, 1).await;
         let dirty = capture_dirty(guest.pid(), &guest.channel.regions().unwrap()).unwrap();
         let child = MemoryImage::child("child", image.clone(), dirty).unwrap();
-        drop(served.stop());
+        served.stop();
         let served = guest.attach(&child);
         guest.fill(8192, 1, 1).await;
         drop(served);

@@ -136,7 +136,7 @@ async fn a_chunk_that_is_lost_fails_the_guest_and_is_never_served_as_zeros() {
     let fault = within(failure.wait_for(Option::is_some)).await.unwrap().clone().unwrap();
     assert!(fault.reason.contains("chunk 4") && fault.reason.contains("the object is gone"), "{fault}");
     guest.expect(CHUNK, &chunk_bytes(6, 1)).await;
-    let _uffd = served.stop();
+    served.stop();
     assert_eq!(guest.call("ping").await, "pong");
     assert_eq!(reader.try_recv(), Err(TryRecvError::Empty), "the reader waits, server or no server");
     guest.kill();
@@ -152,7 +152,7 @@ async fn a_new_page_server_adopts_a_guest_whose_fault_was_read_but_not_answered(
     let first = guest.attach(&image);
     let mut reader = guest.begin(format!("digest {} {CHUNK}", 4 * CHUNK));
     within(source.asked(4, 1)).await;
-    drop(first.stop());
+    first.stop();
     source.release(4);
     within(image.ensure(ChunkNo(4))).await.unwrap();
     assert_eq!(guest.call("ping").await, "pong");
@@ -368,7 +368,7 @@ async fn a_page_server_outlives_its_vmm() {
     source.release(4);
     within(image.ensure(ChunkNo(4))).await.unwrap();
     assert!(served.failure().borrow().is_none(), "a guest that is gone is not a failure of its memory");
-    drop(served.stop());
+    served.stop();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -24,6 +24,7 @@ use std::ffi::CString;
 use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -229,7 +230,12 @@ pub async fn start(agent: &Agent, user: &User, request: Request) -> Result<mpsc:
     let env: Vec<CString> =
         env.iter().map(|(name, value)| text(&format!("{name}={value}"))).collect::<Result<_, _>>()?;
 
-    agent.cgroup.thawed().await;
+    let cgroup = if agent.rehearsing.load(Ordering::SeqCst) {
+        None
+    } else {
+        agent.cgroup.thawed().await;
+        agent.cgroup.target()
+    };
     let ids = nix::unistd::geteuid().is_root().then_some(Ids { uid: user.uid, gid: user.gid, groups: &groups });
     let child = spawn::spawn(&Plan {
         program: &text(&program)?,
@@ -238,7 +244,7 @@ pub async fn start(agent: &Agent, user: &User, request: Request) -> Result<mpsc:
         cwd: &text(&cwd)?,
         ids,
         fds: &[in_read.as_fd(), out_write.as_fd(), err_write.as_fd()],
-        cgroup: agent.cgroup.target(),
+        cgroup,
     })
     .map_err(|error| explain(&error, &program, &cwd))?;
     drop((in_read, out_write, err_write));

@@ -3,10 +3,9 @@
 
 pub mod create;
 pub mod kill;
+pub mod restore;
 pub mod rollback;
 pub mod snapshot;
 pub mod timeout;
-
-mod restore;
 
 pub use restore::{Timings, failure};

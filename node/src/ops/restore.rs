@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
 use snapyard_snapstore as store;
 use snapyard_vmm as vmm;
-use snapyard_vmm::{GuestPort, PageSource, RestoreFrom, RestoreTimings, VmFailure};
+use snapyard_vmm::{GuestPort, PageSource, RestoreFrom, RestoreTimings, Vm, VmFailure};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use crate::agent::{Agent, ENTROPY_BYTES, Identity};
+use crate::agent::{Agent, ENTROPY_BYTES, Identity, Processes};
 use crate::error::NodeError;
 use crate::node::State;
 use crate::residency::Resident;
@@ -37,56 +38,123 @@ pub struct Timings {
     pub filled_at_ready: u64,
 }
 
-/// Restores `resident` and gives the guest the identity in `facts`. On an error nothing is left.
+/// Makes a guest of `resident`, a standby or a new one, and gives it the identity in `facts`. On an error nothing is
+/// left.
 pub async fn restore(
-    node: &State,
+    node: &Arc<State>,
     facts: &Facts,
     resident: Arc<Resident>,
     started: Instant,
 ) -> Result<(Guest, Endpoints, Timings), NodeError> {
-    let sandbox = facts.id.as_str();
+    let _busy = node.standbys.busy();
+    node.standbys.started(&facts.team, resident.id);
+    let opened = started.elapsed();
+    if let Some(guest) = node.standbys.take(&resident.id) {
+        let at_once = Timings { opened, vmm_ready: opened, attached: opened, loaded: opened, ..Timings::default() };
+        let resumed = guest.vm.resume().await;
+        match resumed {
+            Ok(()) => match finish(node, facts, guest, started, at_once).await {
+                Ok(restored) => return Ok(restored),
+                Err(error) => tracing::warn!(sandbox = %facts.id, %error, "a standby failed; restoring another guest"),
+            },
+            Err(error) => {
+                tracing::warn!(sandbox = %facts.id, %error, "a standby does not run; restoring another guest");
+                guest.vm.kill().await;
+            }
+        }
+    }
+    let mut phases = RestoreTimings::default();
+    let vm = start(node, facts.id.as_str(), &resident, &mut phases).await?;
+    let vmm_ready = opened + phases.take;
+    let attached = vmm_ready + phases.attach;
+    let timings = Timings { opened, vmm_ready, attached, loaded: attached + phases.load, ..Timings::default() };
+    finish(node, facts, Guest { vm, resident }, started, timings).await
+}
+
+/// A new guest of `resident`, running, that has no identity yet. `whose` is for messages.
+pub async fn start(
+    node: &State,
+    whose: &str,
+    resident: &Resident,
+    phases: &mut RestoreTimings,
+) -> Result<Vm, NodeError> {
     check_host(&resident.manifest.facts, node.hypervisor.facts()).map_err(|(what, snapshot, here)| {
         NodeError::Mismatch(format!(
             "snapshot {} needs {what} {snapshot:?}, this node has {here:?}; start it on a node that matches",
             resident.id
         ))
     })?;
-    let mut timings = Timings { opened: started.elapsed(), ..Timings::default() };
     let from = RestoreFrom {
         memory: Arc::clone(&resident.memory),
         disk: Arc::clone(&resident.disk) as Arc<dyn PageSource>,
         device_state: resident.device_state.clone(),
     };
-    let mut phases = RestoreTimings::default();
-    let restored = node.hypervisor.restore(resident.shape(), from, &mut phases).await;
-    let vm = restored.map_err(|cause| NodeError::Vm { sandbox: sandbox.to_owned(), cause })?;
-    timings.vmm_ready = timings.opened + phases.take;
-    timings.attached = timings.vmm_ready + phases.attach;
-    timings.loaded = timings.attached + phases.load;
-    timings.running = started.elapsed();
-    timings.filled_at_running = resident.memory.filled_bytes();
+    let restored = node.hypervisor.restore(resident.shape(), from, phases).await;
+    restored.map_err(|cause| NodeError::Vm { sandbox: whose.to_owned(), cause })
+}
 
+/// From a running guest to one with an identity. Kills it on an error.
+async fn finish(
+    node: &State,
+    facts: &Facts,
+    guest: Guest,
+    started: Instant,
+    mut timings: Timings,
+) -> Result<(Guest, Endpoints, Timings), NodeError> {
+    timings.running = started.elapsed();
+    timings.filled_at_running = guest.resident.memory.filled_bytes();
     let endpoints = Endpoints {
-        control: vm.port(GuestPort::Control),
-        agent: vm.port(GuestPort::Agent),
-        interpreter: vm.port(GuestPort::Interpreter),
+        control: guest.vm.port(GuestPort::Control),
+        agent: guest.vm.port(GuestPort::Agent),
+        interpreter: guest.vm.port(GuestPort::Interpreter),
         cut: CancellationToken::new(),
     };
-    let agent = Agent::new(endpoints.control, sandbox);
-    let identified = tokio::select! {
-        identified = identify(node, facts, &agent) => identified,
+    let agent = Agent::new(endpoints.control, facts.id.as_str());
+    let identity = identity(node, facts)?;
+    if let Err(error) = unless_lost(&guest.vm, facts.id.as_str(), agent.init(&identity)).await {
+        guest.vm.kill().await;
+        return Err(error);
+    }
+    timings.ready = started.elapsed();
+    timings.filled_at_ready = guest.resident.memory.filled_bytes();
+    Ok((guest, endpoints, timings))
+}
+
+/// Lets a guest that is nobody's yet do for practice what a sandbox's first request makes it do.
+pub async fn rehearse(node: &State, vm: &Vm) -> Result<(), NodeError> {
+    let whose = "a standby";
+    let token = STANDARD.encode(random()?);
+    let identity = Identity {
+        sandbox_id: "rehearsal".to_owned(),
+        hostname: "rehearsal".to_owned(),
+        unix_ns: node.clock.now_unix_ms().saturating_mul(1_000_000),
+        entropy: STANDARD.encode(random()?),
+        access_token: token.clone(),
+        env: std::collections::BTreeMap::new(),
+        rehearse: true,
+    };
+    let agent = Agent::new(vm.port(GuestPort::Control), whose);
+    let processes = Processes::new(vm.port(GuestPort::Agent), whose);
+    unless_lost(vm, whose, async {
+        agent.init(&identity).await?;
+        processes.rehearse(&token).await
+    })
+    .await
+}
+
+/// What `work` answers, unless the guest is lost before.
+async fn unless_lost<T>(
+    vm: &Vm,
+    sandbox: &str,
+    work: impl Future<Output = Result<T, NodeError>>,
+) -> Result<T, NodeError> {
+    tokio::select! {
+        done = work => done,
         reason = failure(vm.failed()) => {
             let reason = reason.unwrap_or_else(|| "it was killed".to_owned());
             Err(NodeError::Lost { sandbox: sandbox.to_owned(), reason })
         }
-    };
-    if let Err(error) = identified {
-        vm.kill().await;
-        return Err(error);
     }
-    timings.ready = started.elapsed();
-    timings.filled_at_ready = resident.memory.filled_bytes();
-    Ok((Guest { vm, resident }, endpoints, timings))
 }
 
 /// The first fact that differs between the host that a snapshot was taken on and this one: device state and the CPU that
@@ -110,18 +178,22 @@ pub async fn failure(mut failed: watch::Receiver<Option<VmFailure>>) -> Option<S
     failure.as_ref().map(ToString::to_string)
 }
 
-async fn identify(node: &State, facts: &Facts, agent: &Agent) -> Result<(), NodeError> {
-    let mut entropy = [0; ENTROPY_BYTES];
-    getrandom::fill(&mut entropy).map_err(|error| NodeError::Internal(format!("no randomness: {error}")))?;
-    let identity = Identity {
+fn identity(node: &State, facts: &Facts) -> Result<Identity, NodeError> {
+    Ok(Identity {
         sandbox_id: facts.id.to_string(),
         hostname: facts.id.to_string(),
         unix_ns: node.clock.now_unix_ms().saturating_mul(1_000_000),
-        entropy: base64::engine::general_purpose::STANDARD.encode(entropy),
+        entropy: STANDARD.encode(random()?),
         access_token: facts.access_token.clone(),
         env: facts.env.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
-    };
-    agent.init(&identity).await
+        rehearse: false,
+    })
+}
+
+fn random() -> Result<[u8; ENTROPY_BYTES], NodeError> {
+    let mut bytes = [0; ENTROPY_BYTES];
+    getrandom::fill(&mut bytes).map_err(|error| NodeError::Internal(format!("no randomness: {error}")))?;
+    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -84,7 +84,8 @@ async fn switch(
         old.cut.cancel();
     }
     sandbox.link.send_replace(Link::Open(endpoints));
-    old.vm.kill().await;
+    // Nobody waits for its end but the node's own.
+    node.tasks.spawn(async move { old.vm.kill().await });
     tracing::info!(sandbox = id, snapshot = %target.id, ?timings, "rolled back");
     Ok(timings)
 }

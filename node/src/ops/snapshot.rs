@@ -41,6 +41,7 @@ pub async fn snapshot(node: &Arc<State>, call: Snapshot) -> Result<SnapshotRow, 
     }
     let sandbox = node.sandboxes.get(&call.team, &call.sandbox)?;
     let guard = sandbox.enter(Phase::Snapshotting)?;
+    let _busy = node.standbys.busy();
     let name = match call.name.trim() {
         "" => None,
         name => Some(node.catalog.check_name(&call.team, name).await?),

@@ -67,6 +67,7 @@ impl v1::catalog_server::Catalog for CatalogService {
         // A template's own snapshot goes from memory by age: sandboxes of it may still run.
         if let Deleted::Snapshot(id) = deleted {
             self.0.residency.evict(&id);
+            self.0.standbys.forget(&id);
         }
         Ok(Response::new(v1::DeleteResponse {}))
     }

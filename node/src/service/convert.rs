@@ -217,13 +217,15 @@ pub async fn stats(state: &State) -> Result<v1::NodeStats, Status> {
             vms.push(vm_stats(sandbox.facts.id.as_str(), guest.vm.pid(), guest.vm.memory_stats().await));
         }
     }
-    let pooled = state.hypervisor.pooled().await;
+    let pooled = state.hypervisor.pooled();
     let pooled_vmms = u32::try_from(pooled.len()).unwrap_or(u32::MAX);
-    vms.extend(pooled.into_iter().map(|(pid, memory)| vm_stats("", pid, memory)));
+    vms.extend(costs(pooled).await.into_iter().map(|(pid, memory)| vm_stats("", pid, memory)));
+    let standbys = u32::try_from(state.standbys.pids().len()).unwrap_or(u32::MAX);
     Ok(v1::NodeStats {
         node_id: state.config.node_id.clone(),
         sandboxes: u32::try_from(state.sandboxes.all().len()).unwrap_or(u32::MAX),
         pooled_vmms,
+        standbys,
         images: images.collect(),
         vms,
         accelerator: facts.accelerator.name().to_owned(),
@@ -246,9 +248,21 @@ pub async fn stats(state: &State) -> Result<v1::NodeStats, Status> {
             s3_objects: usage.objects,
             s3_bytes: usage.bytes,
             packs_staged: store.packs_staged,
-            corrupt_chunks: store.corrupt_chunks,
+            bad_copies: store.bad_copies,
         }),
     })
+}
+
+/// What VMMs cost that are nobody's yet. One that has just ended costs nothing.
+async fn costs(pids: Vec<u32>) -> Vec<(u32, snapyard_vmm::MemoryStats)> {
+    let measured = tokio::task::spawn_blocking(move || {
+        let cost = |pid| {
+            let private_bytes = snapyard_vmm::process_private_bytes(pid).unwrap_or(0);
+            snapyard_vmm::MemoryStats { private_bytes, ..Default::default() }
+        };
+        pids.into_iter().map(|pid| (pid, cost(pid))).collect()
+    });
+    measured.await.unwrap_or_default()
 }
 
 fn vm_stats(sandbox: &str, pid: u32, memory: snapyard_vmm::MemoryStats) -> v1::VmStats {

@@ -48,7 +48,7 @@ impl Scene {
     }
 
     fn corrupt(&self) -> u64 {
-        self.store.stats().corrupt_chunks
+        self.store.stats().bad_copies
     }
 
     async fn restart(self) -> Self {
