@@ -272,7 +272,7 @@ class Demo:
         """What a clone costs beyond a VMM that waits in the pool."""
         self.at_rest()
         vms = self.server.stats()["vms"]
-        idle = [vm["private_bytes"] for vm in vms if not vm["sandbox_id"]]
+        idle = [vm["private_bytes"] for vm in vms if not vm["sandbox_id"] and not vm["standby"]]
         ids = {clone.sandbox_id for clone in clones}
         used = [vm for vm in vms if vm["sandbox_id"] in ids]
         self.report.check("every clone has its VMM", lambda: len(used) == CLONES)
@@ -281,6 +281,7 @@ class Demo:
         self.report.median("clone.guest_private_mib.p50", [vm["guest_private_bytes"] / MIB for vm in used])
         self.report.median("clone.faults.p50", [float(vm["faults"]) for vm in used])
         self.report.metrics["pool.vmm_private_mib"] = round(waiting / MIB, 2)
+        self.report.median("standby.private_mib", [vm["private_bytes"] / MIB for vm in vms if vm["standby"]])
 
     def rollbacks(self, source: Sandbox, snapshot_id: str, planted: Planted) -> None:
         report, running, answered = self.report, [], []

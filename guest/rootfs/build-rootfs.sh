@@ -85,7 +85,7 @@ for name in \${users//,/ }; do
     uid=\$((uid + 1))
 done
 # Names that change at each restore are in memory: nothing is written to the disk for them, and what a user writes into
-# /etc/hosts stays. The guest's own name is resolved by nss-myhostname where that is installed.
+# /etc/hosts stays. The guest's own name is resolved by nss-myhostname.
 ln -sf /proc/sys/kernel/hostname "\$root/etc/hostname"
 ln -sf /run/snapyard/machine-id "\$root/etc/machine-id"
 printf '127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n' >"\$root/etc/hosts"
@@ -118,7 +118,7 @@ chmod 755 "$work/customize"
 SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-1700000000}
 export SOURCE_DATE_EPOCH
 mmdebstrap --quiet --variant=minbase --format=null \
-    --include="$packages" \
+    --include="$packages,libnss-myhostname" \
     --aptopt='APT::Install-Recommends "false"' \
     --aptopt='Acquire::Languages "none"' \
     --dpkgopt='force-unsafe-io' \

@@ -23,6 +23,9 @@ pub const BINARY: &str = "/run/snapyard/guest";
 /// The cgroup of everything that belongs to the user; frozen around a snapshot.
 pub const USER_CGROUP: &str = "/sys/fs/cgroup/user";
 
+/// And the one of programs that a guest on standby starts for practice.
+pub const REHEARSAL_CGROUP: &str = "/sys/fs/cgroup/rehearsal";
+
 const DISK: &str = "/dev/vda";
 const DISK_WAIT: Duration = Duration::from_secs(10);
 /// Addresses of QEMU's user networking (`-netdev user`): the same in every guest, so nothing changes on restore.
@@ -98,6 +101,7 @@ fn set_up() -> io::Result<()> {
     }
     attach("cgroup2", "/sys/fs/cgroup", "cgroup2", quiet, "")?;
     fs::create_dir_all(USER_CGROUP)?;
+    fs::create_dir_all(REHEARSAL_CGROUP)?;
     sys::net::configure("lo", Ipv4Addr::LOCALHOST, 8)?;
     // Without this the kernel would solicit IPv6 routers for ever, into every snapshot.
     let _ = fs::write("/proc/sys/net/ipv6/conf/eth0/disable_ipv6", "1");

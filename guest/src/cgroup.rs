@@ -30,16 +30,24 @@ struct Cgroup {
     directory: File,
     freeze: File,
     events: File,
+    /// Its neighbour, for rehearsals: not frozen with it.
+    rehearsal: File,
+    rehearsal_kill: File,
 }
 
 impl UserCgroup {
-    /// Opens the cgroup at `path`, or none. It may be frozen: by the agent before this one.
-    pub fn open(path: Option<&Path>) -> io::Result<Self> {
-        let Some(path) = path else { return Ok(Self { cgroup: None, frozen: watch::Sender::new(false) }) };
+    /// Opens the cgroup at `path` and the one beside it for rehearsals, or none. It may be frozen: by the agent before this
+    /// one.
+    pub fn open(paths: Option<(&Path, &Path)>) -> io::Result<Self> {
+        let Some((path, rehearsal)) = paths else {
+            return Ok(Self { cgroup: None, frozen: watch::Sender::new(false) });
+        };
         let cgroup = Cgroup {
             directory: File::open(path)?,
             freeze: File::options().read(true).write(true).open(path.join("cgroup.freeze"))?,
             events: File::open(path.join("cgroup.events"))?,
+            rehearsal: File::open(rehearsal)?,
+            rehearsal_kill: File::options().write(true).open(rehearsal.join("cgroup.kill"))?,
         };
         let frozen = text_of(&cgroup.freeze)?.trim() == "1";
         Ok(Self { cgroup: Some(cgroup), frozen: watch::Sender::new(frozen) })
@@ -48,6 +56,19 @@ impl UserCgroup {
     /// What a new program is started in.
     pub fn target(&self) -> Option<BorrowedFd<'_>> {
         self.cgroup.as_ref().map(|cgroup| cgroup.directory.as_fd())
+    }
+
+    /// What a program for practice is started in.
+    pub fn rehearsal(&self) -> Option<BorrowedFd<'_>> {
+        self.cgroup.as_ref().map(|cgroup| cgroup.rehearsal.as_fd())
+    }
+
+    /// Kills whatever a rehearsal has left.
+    pub fn end_rehearsal(&self) -> io::Result<()> {
+        match &self.cgroup {
+            Some(cgroup) => cgroup.rehearsal_kill.write_all_at(b"1", 0),
+            None => Ok(()),
+        }
     }
 
     /// Waits until programs may be started.

@@ -4,7 +4,7 @@
 //! ```text
 //! template   GET /health … POST /warm, POST /freeze │ snapshot
 //! restore    POST /init: clock → randomness → names → session → cut connections → reseed → thaw → 204
-//! ahead      POST /init with `rehearse`: the same up to the cut, then commands for practice; later POST /init
+//! ahead      POST /rehearse: as /init up to the cut, then commands for practice; later POST /init
 //! snapshot   POST /freeze │ snapshot │ POST /thaw (in the source; the copies get /init)
 //! ports      CONNECT 127.0.0.1:PORT → 200, then bytes both ways
 //! ```
@@ -13,9 +13,9 @@
 //! see the snapshot's clock or draw the snapshot's random numbers. `/init` may be repeated: each call is complete.
 //! Should it fail half-way, the guest stays frozen and the node gives it up.
 //!
-//! A rehearsal makes a guest that waits for its user quick: what its first request runs, it has run before. Nothing of the
-//! user's takes part: all that was there is frozen, and the shell that is started is refused unless it is the one that
-//! the template was warmed with ([`crate::warm::Shell`]).
+//! A rehearsal makes a guest that waits for its user quick: what its first request runs, it has run before. The user's
+//! processes stay frozen through it, no file of the user's home is read, and it is refused unless what a login shell runs is
+//! what the template had ([`crate::warm::Shell`]). Whatever it may leave running is killed before the thaw.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -25,6 +25,7 @@ use std::sync::atomic::Ordering;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
+use bytes::Bytes;
 use http::{Method, Request, StatusCode};
 use hyper::body::Incoming;
 use hyper::upgrade::Upgraded;
@@ -57,9 +58,6 @@ pub struct Init {
     /// Environment of all processes and contexts to come.
     #[serde(default)]
     pub env: BTreeMap<String, String>,
-    /// Only for practice: the user's processes stay frozen until the next one.
-    #[serde(default)]
-    pub rehearse: bool,
 }
 
 /// Answers one request.
@@ -76,21 +74,18 @@ async fn route(agent: Arc<Agent>, request: Request<Incoming>, scope: Scope) -> A
     let path = request.uri().path().to_owned();
     match (request.method().as_str(), path.as_str()) {
         ("GET", "/health") => empty(StatusCode::NO_CONTENT),
-        ("POST", "/init") => {
-            let body = match collect(request.into_body(), BODY_MAX).await {
-                Ok(body) => body,
-                Err(broken) => return error(StatusCode::BAD_REQUEST, &broken.to_string()),
-            };
-            let init: Init = match serde_json::from_slice(&body) {
-                Ok(init) => init,
-                Err(malformed) => return error(StatusCode::BAD_REQUEST, &format!("malformed init: {malformed}")),
-            };
-            if init.rehearse && !agent.shell.get().is_some_and(warm::Shell::is_unchanged) {
-                return error(StatusCode::CONFLICT, "the shell is not the one that the template was warmed with");
+        ("POST", "/init") => match init_of(request).await {
+            Ok((init, wire)) => done("init", apply(&agent, init, &wire, &scope)),
+            Err(why) => error(StatusCode::BAD_REQUEST, &why),
+        },
+        ("POST", "/rehearse") => match init_of(request).await {
+            Ok(_) if !agent.shell.get().is_some_and(warm::Shell::is_unchanged) => {
+                error(StatusCode::CONFLICT, "what a login shell runs is not what the template had")
             }
-            done("init", apply(&agent, init, &body, &scope))
-        }
-        ("POST", "/freeze") => done("freeze", agent.cgroup.freeze().await),
+            Ok((init, wire)) => done("rehearse", rehearse(&agent, init, &wire, &scope)),
+            Err(why) => error(StatusCode::BAD_REQUEST, &why),
+        },
+        ("POST", "/freeze") => done("freeze", freeze(&agent).await),
         ("POST", "/thaw") => done("thaw", agent.cgroup.thaw()),
         ("POST", "/warm") => done("warm", warm::warm(&agent).await),
         (method, path) => error(StatusCode::NOT_FOUND, &format!("no route for {method} {path}")),
@@ -104,8 +99,41 @@ fn done(what: &str, result: io::Result<()>) -> Answer {
     }
 }
 
+async fn init_of(request: Request<Incoming>) -> Result<(Init, Bytes), String> {
+    let body = collect(request.into_body(), BODY_MAX).await.map_err(|broken| broken.to_string())?;
+    let init = serde_json::from_slice(&body).map_err(|malformed| format!("malformed init: {malformed}"))?;
+    Ok((init, body))
+}
+
+async fn freeze(agent: &Agent) -> io::Result<()> {
+    agent.cgroup.freeze().await?;
+    agent.keep.mend()?;
+    // The first time is the template's own, when its recipe has had its say.
+    if agent.shell.get().is_none() {
+        // Another request cannot have been faster: there is nothing to find then either.
+        let _ = agent.shell.set(warm::Shell::now()?);
+    }
+    Ok(())
+}
+
 /// The order is the point: whatever runs after the thaw finds everything new.
 fn apply(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()> {
+    become_new(agent, init, wire, scope)?;
+    if agent.rehearsing.swap(false, Ordering::SeqCst) {
+        agent.cgroup.end_rehearsal()?;
+    }
+    agent.interpreter.reseed()?;
+    agent.cgroup.thaw()
+}
+
+/// The same, short of the user's processes.
+fn rehearse(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()> {
+    become_new(agent, init, wire, scope)?;
+    agent.rehearsing.store(true, Ordering::SeqCst);
+    Ok(())
+}
+
+fn become_new(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()> {
     let entropy = BASE64.decode(&init.entropy).map_err(|bad| io::Error::new(io::ErrorKind::InvalidInput, bad))?;
     if entropy.len() < 16 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "entropy must be at least 16 bytes"));
@@ -117,15 +145,9 @@ fn apply(agent: &Agent, init: Init, wire: &[u8], scope: &Scope) -> io::Result<()
     }
     agent.keep.set_machine_id(&machine_id(&entropy))?;
     agent.keep.remember(wire)?;
-    let rehearse = init.rehearse;
-    agent.rehearsing.store(rehearse, Ordering::SeqCst);
     agent.set_session(session_of(init));
     agent.connections.cut_all_but(scope.id);
-    if rehearse {
-        return Ok(());
-    }
-    agent.interpreter.reseed()?;
-    agent.cgroup.thaw()
+    Ok(())
 }
 
 fn session_of(init: Init) -> Session {
@@ -136,9 +158,7 @@ fn session_of(init: Init) -> Session {
 /// Takes up the session of an agent that ran before this one in the same guest: it must ask for the same token.
 pub fn recall(agent: &Agent) -> io::Result<()> {
     if let Some(wire) = agent.keep.recall()? {
-        let init: Init = serde_json::from_slice(&wire)?;
-        agent.rehearsing.store(init.rehearse, Ordering::SeqCst);
-        agent.set_session(session_of(init));
+        agent.set_session(session_of(serde_json::from_slice(&wire)?));
     }
     Ok(())
 }

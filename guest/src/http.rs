@@ -206,9 +206,11 @@ where
     // handler has said how to close it.
     let mut serving = pin!(http1::Builder::new().serve_connection(io, service).with_upgrades());
     tokio::select! {
+        // The cut first: a request that waited for the thaw is its source's, and must not go on in a copy.
+        biased;
+        () = scope.cut() => reset.store(true, Ordering::SeqCst),
         // How a connection ends is its client's affair.
         _ = &mut serving => {}
-        () = scope.cut() => reset.store(true, Ordering::SeqCst),
     }
 }
 

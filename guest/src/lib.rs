@@ -10,8 +10,8 @@
 //! One thread serves all three: its working set is what every restore pages in, and under emulation a hand-over between
 //! threads costs more than most requests. Work that can block on a disk goes to the runtime's blocking threads.
 //!
-//! Invariants: nothing of the user's runs between the restore and [`control`]'s `/init`; all of it is in one cgroup; a
-//! client that hangs up harms neither its process nor its interpreter.
+//! Invariants: nothing of the user's runs between the restore and [`control`]'s `/init`; all of it is in one cgroup (the
+//! shell of a rehearsal, which is nobody's, in another); a client that hangs up harms neither its process nor its interpreter.
 
 use std::process::ExitCode;
 
@@ -125,11 +125,12 @@ pub struct Running {
 
 /// Opens the ports.
 pub async fn listen(options: &Options) -> io::Result<Running> {
-    let cgroup = UserCgroup::open(options.guest.then(|| Path::new(boot::USER_CGROUP)))?;
+    let cgroup =
+        UserCgroup::open(options.guest.then(|| (Path::new(boot::USER_CGROUP), Path::new(boot::REHEARSAL_CGROUP))))?;
     // In a test the accounts are the machine's.
     let accounts = Accounts::below(Path::new("/"));
     let default_user = if accounts.user("user")?.is_some() { "user" } else { "root" };
-    let keep = Keep::open(&options.runtime)?;
+    let keep = Keep::open(&options.runtime, options.guest.then(|| Path::new("/etc/machine-id")))?;
     let agent = Agent::new(options, cgroup, keep, accounts, default_user);
     control::recall(&agent)?;
     let listeners = [

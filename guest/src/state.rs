@@ -47,9 +47,9 @@ pub struct Agent {
     pub keep: Keep,
     /// Directory for files of this run, in memory.
     pub runtime: PathBuf,
-    /// The shell that the template was warmed with; empty in an agent that was started again.
+    /// The login shell that the template was captured with; in an agent that was started again, that of the next snapshot.
     pub shell: OnceLock<Shell>,
-    /// Whether what is started now is for practice, beside the frozen processes of the user's.
+    /// Whether what is started now is for practice, while the user's processes are frozen.
     pub rehearsing: AtomicBool,
     session: RwLock<Arc<Session>>,
 }

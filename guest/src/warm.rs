@@ -15,10 +15,17 @@ use crate::state::Agent;
 
 /// The shell of every command.
 const SHELL: &str = "/bin/bash";
-/// What a login shell runs of the system's, with what it is started by: the shell itself and its start-up files.
-const SHELL_FILES: [&str; 3] = [SHELL, "/etc/profile", "/etc/profile.d"];
-/// Libraries that every program loads (`ld.so(8)`): code of the user's choice, in each shell.
-const PRELOADS: &str = "/etc/ld.so.preload";
+/// What a login shell without a home runs and loads. Directories stand for what is in them.
+const SHELL_FILES: [&str; 8] = [
+    SHELL,
+    "/etc/profile",
+    "/etc/profile.d",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.preload",
+    "/lib64/ld-linux-x86-64.so.2",
+    "/lib/x86_64-linux-gnu/libc.so.6",
+    "/lib/x86_64-linux-gnu/libtinfo.so.6",
+];
 
 /// The login shell as it was.
 #[derive(Debug, PartialEq, Eq)]
@@ -33,21 +40,38 @@ struct Stamp {
 }
 
 impl Shell {
-    fn now() -> io::Result<Self> {
-        let stamp = |path: &str| match fs::metadata(path) {
+    /// As it is now.
+    pub fn now() -> io::Result<Self> {
+        let mut stamps = Vec::new();
+        for path in SHELL_FILES {
+            stamps.push(Stamp::of(Path::new(path))?);
+            let Ok(entries) = fs::read_dir(path) else { continue };
+            let mut entries = entries.map(|entry| Ok(entry?.path())).collect::<io::Result<Vec<_>>>()?;
+            entries.sort();
+            for entry in &entries {
+                stamps.push(Stamp::of(entry)?);
+            }
+        }
+        Ok(Self(stamps))
+    }
+
+    /// Whether starting it runs nothing but what the template's own did.
+    pub fn is_unchanged(&self) -> bool {
+        Self::now().is_ok_and(|now| now == *self)
+    }
+}
+
+impl Stamp {
+    /// Of the file that `path` leads to; `None` if there is none.
+    fn of(path: &Path) -> io::Result<Option<Self>> {
+        match fs::metadata(path) {
             Ok(found) => {
                 let changed_ns = i128::from(found.ctime()) * 1_000_000_000 + i128::from(found.ctime_nsec());
-                Ok(Some(Stamp { device: found.dev(), inode: found.ino(), changed_ns }))
+                Ok(Some(Self { device: found.dev(), inode: found.ino(), changed_ns }))
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
-        };
-        Ok(Self(SHELL_FILES.iter().map(|path| stamp(path)).collect::<Result<_, _>>()?))
-    }
-
-    /// Whether starting it runs nothing but what the template's own did, as long as no home directory is involved.
-    pub fn is_unchanged(&self) -> bool {
-        Self::now().is_ok_and(|now| now == *self) && !Path::new(PRELOADS).exists()
+        }
     }
 }
 
@@ -71,8 +95,6 @@ pub async fn warm(agent: &Arc<Agent>) -> io::Result<()> {
         }
     }
     metrics::read().await?;
-    // A second warm-up finds the same shell, or one that a recipe brought: the first one counts.
-    let _ = agent.shell.set(Shell::now()?);
     // What was written on the way is in the disk's image, not only in memory.
     tokio::task::spawn_blocking(nix::unistd::sync).await.map_err(io::Error::other)
 }

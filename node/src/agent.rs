@@ -39,8 +39,6 @@ pub struct Identity {
     pub access_token: String,
     /// Environment of every process that the agent starts.
     pub env: std::collections::BTreeMap<String, String>,
-    /// Only for practice: the user's processes stay frozen until the next one.
-    pub rehearse: bool,
 }
 
 /// The control port of one guest.
@@ -60,6 +58,13 @@ impl Agent {
     pub async fn init(&self, identity: &Identity) -> Result<(), NodeError> {
         let body = serde_json::to_vec(identity).map_err(|error| self.error("/init", error.to_string()))?;
         self.call(Method::POST, "/init", Bytes::from(body), DEADLINE).await
+    }
+
+    /// The same for practice: the user's processes stay frozen until [`Agent::init`]. Refused by a guest whose login shell
+    /// was changed.
+    pub async fn rehearse(&self, identity: &Identity) -> Result<(), NodeError> {
+        let body = serde_json::to_vec(identity).map_err(|error| self.error("/rehearse", error.to_string()))?;
+        self.call(Method::POST, "/rehearse", Bytes::from(body), DEADLINE).await
     }
 
     /// Stops every user process inside the guest. Idempotent.
@@ -119,7 +124,7 @@ impl Agent {
             if status.is_success() {
                 return Ok(());
             }
-            let body = response.into_body().collect().await.map_err(|error| error.to_string())?.to_bytes();
+            let body = read(response.into_body()).await?;
             Err(format!("{status}: {}", String::from_utf8_lossy(&body)))
         }
         .await;
@@ -131,6 +136,17 @@ impl Agent {
         NodeError::Agent { sandbox: self.sandbox.clone(), what, cause }
     }
 }
+
+/// Most bytes of an answer: a guest is not trusted, and those that are waited for are short.
+const ANSWER_MAX: usize = 1 << 20;
+
+async fn read(body: hyper::body::Incoming) -> Result<Bytes, String> {
+    let body = http_body_util::Limited::new(body, ANSWER_MAX);
+    Ok(body.collect().await.map_err(|error| error.to_string())?.to_bytes())
+}
+
+/// A home directory that nobody can make: in the process file system.
+const NO_HOME: &str = "/proc/no-home";
 
 /// How long a recipe's command may take.
 const COMMAND_DEADLINE: Duration = Duration::from_secs(300);
@@ -150,7 +166,7 @@ impl Processes {
 
     /// Runs a shell command to its end, which must be a success.
     pub async fn run(&self, user: &str, command: &str) -> Result<(), NodeError> {
-        self.finish(&shell(command), user, "", command).await
+        self.finish(&shell(command), user, "", command, COMMAND_DEADLINE).await
     }
 
     /// Runs a login shell that does nothing of note, and for which no home directory exists: no file of the user's.
@@ -158,10 +174,10 @@ impl Processes {
         let process = serde_json::json!({
             "cmd": "/bin/bash",
             "args": login_shell("echo rehearsed; (:)"),
-            "envs": { "HOME": "/nonexistent" },
+            "envs": { "HOME": NO_HOME },
             "cwd": "/",
         });
-        self.finish(&process, "", token, "a rehearsal").await
+        self.finish(&process, "", token, "a rehearsal", DEADLINE).await
     }
 
     /// Starts a shell command and leaves it running.
@@ -178,12 +194,16 @@ impl Processes {
         self.judge(command, started.await.unwrap_or_else(|_| Err("it did not start in time".to_owned())))
     }
 
-    async fn finish(&self, process: &Value, user: &str, token: &str, what: &str) -> Result<(), NodeError> {
-        let ran = tokio::time::timeout(COMMAND_DEADLINE, async {
-            let body = self.open(process, user, token).await?;
-            let body = body.collect().await.map_err(|error| error.to_string())?.to_bytes();
-            outcome(&body)
-        });
+    async fn finish(
+        &self,
+        process: &Value,
+        user: &str,
+        token: &str,
+        what: &str,
+        deadline: Duration,
+    ) -> Result<(), NodeError> {
+        let ran =
+            tokio::time::timeout(deadline, async { outcome(&read(self.open(process, user, token).await?).await?) });
         self.judge(what, ran.await.unwrap_or_else(|_| Err("it did not end in time".to_owned())))
     }
 

@@ -18,7 +18,7 @@ use snapyard_snapstore::ids::NodeId;
 use snapyard_snapstore::{Store, StoreConfig};
 use snapyard_vmm::{FillPolicy, Hypervisor, Shape, Vm, VmmConfig};
 use tokio::net::TcpListener;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio_stream::wrappers::TcpListenerStream;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -66,6 +66,8 @@ pub struct State {
     pub tasks: TaskTracker,
     /// Ends everything.
     pub shutdown: CancellationToken,
+    /// Why the node is of no use any more, once it is.
+    failure: watch::Sender<Option<String>>,
     /// This node, as the catalog knows it.
     pub id: NodeId,
     /// This node's gRPC endpoint.
@@ -154,6 +156,7 @@ impl Node {
             uploads: Notify::new(),
             tasks: TaskTracker::new(),
             shutdown: CancellationToken::new(),
+            failure: watch::Sender::new(None),
             id: NodeId::new(config.node_id.clone()).map_err(|error| start_error("the node", error))?,
             url,
             gateway,
@@ -182,6 +185,16 @@ impl Node {
     /// The guest gateway's `host:port`.
     pub fn gateway(&self) -> &str {
         &self.state.gateway
+    }
+
+    /// Completes, with the reason, when the node cannot go on by itself.
+    pub async fn failed(&self) -> String {
+        let mut failure = self.state.failure.subscribe();
+        let reason = failure.wait_for(Option::is_some).await.ok().and_then(|reason| reason.clone());
+        match reason {
+            Some(reason) => reason,
+            None => std::future::pending().await,
+        }
     }
 
     /// Stops: no new calls, every guest ended, the store closed.
@@ -242,8 +255,10 @@ async fn serve_grpc(state: Arc<State>, listener: TcpListener) {
         .add_service(node)
         .add_service(catalog)
         .serve_with_incoming_shutdown(TcpListenerStream::new(listener), state.shutdown.cancelled());
-    if let Err(error) = served.await {
-        tracing::error!(%error, "the gRPC server ended");
+    let served = served.await;
+    if !state.shutdown.is_cancelled() {
+        let reason = served.err().map_or_else(|| "it ended".to_owned(), |error| error.to_string());
+        state.failure.send_replace(Some(format!("the node's gRPC server: {reason}")));
     }
 }
 

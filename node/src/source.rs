@@ -2,12 +2,12 @@
 //! [`snapyard_snapstore::ImageReader`], and over a plain file for a template's first boot.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use memmap2::Mmap;
 use snapyard_snapstore as store;
 use snapyard_vmm::{ChunkData, ChunkNo, PageSource, SourceError};
 
@@ -40,28 +40,26 @@ impl PageSource for StoredImage {
     }
 }
 
-/// A raw image file as a page source: the root file system that a template boots from. Mapped, since the boot and the
-/// capture after it read nearly all of it, and the page cache has it from its making.
+/// A raw image file as a page source: the root file system that a template boots from.
 pub struct FileImage {
-    map: Arc<Mmap>,
+    file: Arc<File>,
+    size_bytes: u64,
     chunk_size: u32,
 }
 
 impl FileImage {
-    /// Opens `path`, whose size must be a multiple of `chunk_size`. The file must be the node's own and stay as it is: a
-    /// root file system is finished before it gets its name, and never written again.
+    /// Opens `path`, whose size must be a multiple of `chunk_size`.
     pub fn open(path: &Path, chunk_size: u32) -> std::io::Result<Arc<Self>> {
         let file = File::open(path)?;
-        // SAFETY: nobody shortens or changes the file while it is mapped, see above.
-        let map = Arc::new(unsafe { Mmap::map(&file) }?);
-        Ok(Arc::new(Self { map, chunk_size }))
+        let size_bytes = file.metadata()?.len();
+        Ok(Arc::new(Self { file: Arc::new(file), size_bytes, chunk_size }))
     }
 }
 
 #[async_trait]
 impl PageSource for FileImage {
     fn size_bytes(&self) -> u64 {
-        self.map.len() as u64
+        self.size_bytes
     }
 
     fn chunk_size(&self) -> u32 {
@@ -69,14 +67,19 @@ impl PageSource for FileImage {
     }
 
     async fn read(&self, chunk: ChunkNo) -> Result<ChunkData, SourceError> {
-        let map = Arc::clone(&self.map);
-        let start = (chunk.0 as usize).saturating_mul(self.chunk_size as usize).min(map.len());
-        let end = (start + self.chunk_size as usize).min(map.len());
-        // Touching the pages may wait for the disk.
+        let file = Arc::clone(&self.file);
+        let chunk_size = u64::from(self.chunk_size);
+        let offset = chunk.0 * chunk_size;
+        let len = chunk_size.min(self.size_bytes.saturating_sub(offset)) as usize;
         let read = tokio::task::spawn_blocking(move || {
-            let bytes = &map[start..end];
-            bytes.iter().any(|byte| *byte != 0).then(|| Bytes::copy_from_slice(bytes))
+            let mut buffer = vec![0; len];
+            file.read_exact_at(&mut buffer, offset).map(|()| buffer)
         });
-        Ok(read.await.map_err(SourceError::new)?.map_or(ChunkData::Zero, ChunkData::Bytes))
+        let buffer = read.await.map_err(SourceError::new)?.map_err(SourceError::new)?;
+        if buffer.iter().all(|byte| *byte == 0) {
+            Ok(ChunkData::Zero)
+        } else {
+            Ok(ChunkData::Bytes(Bytes::from(buffer)))
+        }
     }
 }

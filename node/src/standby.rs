@@ -6,15 +6,15 @@
 //!                         └─► killed: its snapshot was deleted, or nobody starts from it any more
 //! ```
 //!
-//! Nothing of the user's runs in it before the `/init` that makes it a sandbox's: a rehearsal goes through the agent and
-//! a shell of its own, the user's processes stay frozen. What it gains is what a restored guest lacks: the pages of a
+//! The user's processes stay frozen in it until the `/init` that makes it a sandbox's: a rehearsal goes through the agent and
+//! a shell of its own. What it gains is what a restored guest lacks: the pages of a
 //! first request are mapped and, under an emulator, the code of it is translated.
 //!
 //! It is a cache and nothing else. A standby is known to no catalog, so a node that dies leaves none behind (its VMMs die
 //! with it), and one that fails is killed, and the restore goes the ordinary way. Standbys are made one at a time, and
 //! only while no operation is under way and the pool of VMMs is full: a burst beyond them is as fast as without.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -34,6 +34,12 @@ const HOT_FOR: Duration = Duration::from_secs(300);
 /// How long no operation must have been under way before a standby is made: the first requests of what was restored
 /// come first.
 const QUIET: Duration = Duration::from_secs(1);
+/// How long a standby stays though others were started from later, if its own snapshot was not.
+const HELD_FOR: Duration = Duration::from_secs(60);
+/// How many standbys of a snapshot may die while they wait before no more are made.
+const LOST_MAX: u32 = 4;
+/// How long the pool is waited for.
+const POOL_WAIT: Duration = Duration::from_secs(10);
 /// How often the worker looks without being told to.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
@@ -47,13 +53,23 @@ struct Use {
     team: TeamId,
     starts: u32,
     last: Instant,
+    /// Standbys of it that died while they waited.
+    lost: u32,
+    /// None is made any more while it is in use: the last could not be, or too many died.
+    refused: bool,
 }
 
 impl Policy {
     /// A sandbox was started from `id`, or rolled back to it.
     fn started(&mut self, team: &TeamId, id: SnapshotId, now: Instant) {
         self.uses.retain(|_, one| now.duration_since(one.last) < HOT_FOR);
-        let one = self.uses.entry(id).or_insert_with(|| Use { team: team.clone(), starts: 0, last: now });
+        let one = self.uses.entry(id).or_insert_with(|| Use {
+            team: team.clone(),
+            starts: 0,
+            last: now,
+            lost: 0,
+            refused: false,
+        });
         one.starts = one.starts.saturating_add(1);
         one.last = now;
     }
@@ -62,16 +78,32 @@ impl Policy {
         self.uses.remove(id);
     }
 
-    /// How many standbys of which snapshots there should be, `max` in all: one for each in frequent use, the one used last
-    /// first, and for that one what is left.
-    fn plan(&self, max: usize, now: Instant) -> Vec<(TeamId, SnapshotId, usize)> {
-        let hot = self.uses.iter().filter(|(_, one)| one.starts >= 2 && now.duration_since(one.last) < HOT_FOR);
-        let mut hot: Vec<_> = hot.map(|(id, one)| (one.last, *id, one.team.clone())).collect();
-        hot.sort_by_key(|(last, id, _)| (std::cmp::Reverse(*last), *id));
+    fn refuse(&mut self, id: &SnapshotId) {
+        if let Some(one) = self.uses.get_mut(id) {
+            one.refused = true;
+        }
+    }
+
+    fn lost(&mut self, id: &SnapshotId) {
+        if let Some(one) = self.uses.get_mut(id) {
+            one.lost += 1;
+            one.refused |= one.lost >= LOST_MAX;
+        }
+    }
+
+    /// How many standbys of which snapshots there should be, `max` in all: one for each in frequent use, and for the one
+    /// started from last what is left. Among too many those come first that have one (`held`) and were started from within
+    /// [`HELD_FOR`], since a standby is not made for nothing; then those started from last.
+    fn plan(&self, max: usize, held: &HashSet<SnapshotId>, now: Instant) -> Vec<(TeamId, SnapshotId, usize)> {
+        let age = |one: &Use| now.duration_since(one.last);
+        let mut hot: Vec<_> =
+            self.uses.iter().filter(|(_, one)| one.starts >= 2 && !one.refused && age(one) < HOT_FOR).collect();
+        hot.sort_by_key(|(id, one)| (!(held.contains(id) && age(one) < HELD_FOR), age(one), **id));
         hot.truncate(max);
         let spare = max - hot.len();
+        hot.sort_by_key(|(id, one)| (age(one), **id));
         let each = hot.into_iter().enumerate();
-        each.map(|(rank, (_, id, team))| (team, id, if rank == 0 { 1 + spare } else { 1 })).collect()
+        each.map(|(rank, (id, one))| (one.team.clone(), *id, if rank == 0 { 1 + spare } else { 1 })).collect()
     }
 }
 
@@ -143,13 +175,13 @@ impl Standbys {
         self.inner.lock().ready.iter().map(|guest| guest.vm.pid()).collect()
     }
 
-    fn add(&self, id: SnapshotId, made: Result<Guest, NodeError>) {
+    fn add(&self, id: SnapshotId, made: Result<Option<Guest>, NodeError>) {
         let mut inner = self.inner.lock();
         match made {
-            Ok(guest) => inner.ready.push(guest),
+            Ok(guest) => inner.ready.extend(guest),
             Err(error) => {
                 tracing::info!(snapshot = %id, %error, "no standby for this snapshot");
-                inner.policy.forget(&id);
+                inner.policy.refuse(&id);
             }
         }
     }
@@ -161,9 +193,14 @@ impl Standbys {
     /// Takes out what is dead or no longer planned, and names a snapshot that lacks a standby.
     fn reconcile(&self) -> (Vec<Guest>, Option<(TeamId, SnapshotId)>) {
         let mut inner = self.inner.lock();
-        let mut plan = inner.policy.plan(self.max, Instant::now());
+        let ready = std::mem::take(&mut inner.ready);
+        for guest in ready.iter().filter(|guest| !alive(guest)) {
+            inner.policy.lost(&guest.resident.id);
+        }
+        let held = ready.iter().map(|guest| guest.resident.id).collect();
+        let mut plan = inner.policy.plan(self.max, &held, Instant::now());
         let (mut kept, mut gone) = (Vec::new(), Vec::new());
-        for guest in std::mem::take(&mut inner.ready) {
+        for guest in ready {
             match plan.iter_mut().find(|(_, id, count)| *id == guest.resident.id && *count > 0) {
                 Some((_, _, count)) if alive(&guest) => {
                     *count -= 1;
@@ -213,10 +250,13 @@ pub async fn run(node: Arc<State>) {
     }
 }
 
-/// One more guest of the snapshot, rehearsed and paused. On an error, or when dropped, nothing is left.
-async fn prepare(node: &Arc<State>, team: &TeamId, id: &SnapshotId) -> Result<Guest, NodeError> {
+/// One more guest of the snapshot, rehearsed and paused; `None`: not now. On an error, or when dropped, nothing is left.
+async fn prepare(node: &Arc<State>, team: &TeamId, id: &SnapshotId) -> Result<Option<Guest>, NodeError> {
     let resident = node.residency.open(team, id).await?;
-    node.hypervisor.warmed(resident.shape()).await;
+    let pool = tokio::time::timeout(POOL_WAIT, node.hypervisor.warmed(resident.shape())).await;
+    if pool.is_err() || !node.standbys.is_quiet() {
+        return Ok(None);
+    }
     let vm = restore::start(node, "a standby", &resident, &mut RestoreTimings::default()).await?;
     let guest = Guest { vm, resident };
     let prepared = async {
@@ -226,7 +266,7 @@ async fn prepare(node: &Arc<State>, team: &TeamId, id: &SnapshotId) -> Result<Gu
     match prepared.await {
         Ok(()) => {
             tracing::debug!(snapshot = %id, pid = guest.vm.pid(), "a standby waits");
-            Ok(guest)
+            Ok(Some(guest))
         }
         Err(error) => {
             guest.vm.kill().await;
@@ -250,38 +290,63 @@ mod tests {
     }
 
     proptest! {
-        /// Never more than allowed, only for what was started from twice and lately, the last one used first.
+        /// Never more than allowed, all of it as soon as anything is hot, and only for what was started from twice and
+        /// lately.
         #[test]
         fn a_plan_is_bounded_and_for_hot_snapshots_only(
             starts in prop::collection::vec((0u8..6, 0u64..200), 0..60),
+            held in prop::collection::hash_set(0u8..6, 0..4),
+            refused in prop::collection::hash_set(0u8..6, 0..2),
             max in 0usize..5,
             idle in 0u64..700,
         ) {
             let begun = Instant::now();
             let mut policy = Policy::default();
-            let mut seen: HashMap<u8, Vec<u64>> = HashMap::new();
+            let mut seen: HashMap<SnapshotId, Vec<u64>> = HashMap::new();
             let mut now = 0;
             for (which, later) in starts {
                 now += later;
                 policy.started(&team(), snapshot(which), begun + Duration::from_secs(now));
-                seen.entry(which).or_default().push(now);
+                seen.entry(snapshot(which)).or_default().push(now);
+            }
+            let refused: Vec<SnapshotId> = refused.into_iter().map(snapshot).collect();
+            for id in &refused {
+                policy.refuse(id);
             }
             now += idle;
-            let plan = policy.plan(max, begun + Duration::from_secs(now));
+            let held: HashSet<SnapshotId> = held.into_iter().map(snapshot).collect();
+            let plan = policy.plan(max, &held, begun + Duration::from_secs(now));
             let total: usize = plan.iter().map(|(_, _, count)| count).sum();
-            prop_assert!(total <= max);
-            // All of it, as soon as one is hot.
-            prop_assert!(plan.is_empty() || total == max);
-            let mut last = u64::MAX;
+            prop_assert_eq!(total, if plan.is_empty() { 0 } else { max });
             for (_, id, count) in &plan {
-                prop_assert!(*count > 0);
-                let (_, times) = seen.iter().find(|(which, _)| snapshot(**which) == *id).expect("it was started from");
-                let newest = *times.last().expect("not empty");
-                prop_assert!(times.len() >= 2 && now - newest < HOT_FOR.as_secs());
-                prop_assert!(newest <= last);
-                last = newest;
+                prop_assert!(*count > 0 && !refused.contains(id));
+                let times = &seen[id];
+                prop_assert!(times.len() >= 2 && now - times.last().expect("not empty") < HOT_FOR.as_secs());
             }
         }
+    }
+
+    #[test]
+    fn three_snapshots_in_turn_do_not_take_each_other_s_standbys() {
+        let begun = Instant::now();
+        let at = |seconds| begun + Duration::from_secs(seconds);
+        let mut policy = Policy::default();
+        for (second, which) in [1, 2, 3, 1, 2, 3].into_iter().enumerate() {
+            policy.started(&team(), snapshot(which), at(second as u64));
+        }
+        let ids = |held: [u8; 2], now| {
+            let held = held.into_iter().map(snapshot).collect();
+            let mut ids: Vec<_> = policy.plan(2, &held, now).into_iter().map(|(_, id, _)| id).collect();
+            ids.sort();
+            ids
+        };
+        let pair = |one, other| {
+            let mut ids = [snapshot(one), snapshot(other)];
+            ids.sort();
+            ids
+        };
+        assert_eq!(ids([1, 2], at(6)), pair(1, 2), "what is there stays");
+        assert_eq!(ids([1, 2], at(3 + 60)), pair(2, 3), "until nobody has come for it for a while");
     }
 
     #[test]
@@ -291,8 +356,8 @@ mod tests {
         for _ in 0..2 {
             policy.started(&team(), snapshot(1), now);
         }
-        assert_eq!(policy.plan(2, now), [(team(), snapshot(1), 2)]);
+        assert_eq!(policy.plan(2, &HashSet::new(), now), [(team(), snapshot(1), 2)]);
         policy.forget(&snapshot(1));
-        assert!(policy.plan(2, now).is_empty());
+        assert!(policy.plan(2, &HashSet::new(), now).is_empty());
     }
 }

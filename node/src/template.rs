@@ -27,6 +27,8 @@ use crate::agent::{Agent, Processes};
 use crate::capture::{self, Identity};
 use crate::error::NodeError;
 use crate::node::State;
+use crate::ops::restore;
+use crate::residency::committed_manifest;
 use crate::source::FileImage;
 
 /// How long a booted guest may take until its agent answers. Emulated guests boot in a few seconds.
@@ -147,7 +149,9 @@ pub async fn build(
     let lock = node.templates.lock(team, &recipe.alias);
     let _building = lock.lock().await;
     let row = match node.catalog.get_template(team, &recipe.alias).await {
-        Ok(row) if !rebuild && row.build_status == BuildStatus::Ready => return Ok(row),
+        Ok(row) if !rebuild && row.build_status == BuildStatus::Ready && starts_here(node, &row).await? => {
+            return Ok(row);
+        }
         Ok(row) => row,
         Err(CatalogError::NotFound { .. }) => announce(node, team, recipe).await?,
         Err(error) => return Err(error.into()),
@@ -158,6 +162,17 @@ pub async fn build(
         node.catalog.set_build_status(team, &row.id, BuildStatus::Error, &error.to_string()).await?;
     }
     built
+}
+
+/// Whether this node can restore a template that was built already: not if it was built under another VMM or machine.
+async fn starts_here(node: &State, row: &TemplateRow) -> Result<bool, NodeError> {
+    let Some(snapshot) = &row.snapshot_id else { return Ok(false) };
+    let manifest = committed_manifest(&node.catalog, snapshot).await?;
+    let fits = restore::check_host(&manifest.facts, node.hypervisor.facts());
+    if let Err((what, built, here)) = fits {
+        tracing::info!(template = %row.id, what, built, here, "building it anew for this host");
+    }
+    Ok(fits.is_ok())
 }
 
 /// The template's row, before its first build.

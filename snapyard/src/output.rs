@@ -304,7 +304,7 @@ pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
         ("read from it", format!("{} in {} requests", bytes(store.s3_bytes_read), store.s3_gets)),
         ("written to it", format!("{} in {} requests", bytes(store.s3_bytes_written), store.s3_puts)),
         ("packs to upload", store.packs_staged.to_string()),
-        ("bad copies replaced", store.bad_copies.to_string()),
+        ("bad copies met", store.bad_copies.to_string()),
     ])];
     if !stats.images.is_empty() {
         let mut images = plain_table(&["MEMORY IMAGE OF", "SIZE", "FILLED", "", "GUESTS"]);
@@ -324,7 +324,11 @@ pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
         for vm in &stats.vms {
             vms.add_row([
                 Cell::new(vm.pid),
-                Cell::new(if vm.sandbox_id.is_empty() { "(waiting)" } else { &vm.sandbox_id }),
+                Cell::new(match &*vm.sandbox_id {
+                    "" if vm.standby => "(standby)",
+                    "" => "(waiting)",
+                    id => id,
+                }),
                 Cell::new(bytes(vm.private_bytes)),
                 Cell::new(bytes(vm.guest_private_bytes)),
                 Cell::new(vm.faults),
@@ -360,6 +364,7 @@ pub fn stats_json(stats: &NodeStats, reservations: u32) -> Value {
                 "private_bytes": vm.private_bytes,
                 "guest_private_bytes": vm.guest_private_bytes,
                 "faults": vm.faults,
+                "standby": vm.standby,
             })
         })
         .collect();

@@ -116,7 +116,7 @@ struct Tiers {
 impl Tiers {
     /// Completes when one of them ends by itself.
     async fn failed(&mut self) -> Failure {
-        let Self { api, scheduler, object_store, .. } = self;
+        let Self { api, node, scheduler, object_store } = self;
         let object_store = async {
             match object_store {
                 Some(part) => part.failed().await,
@@ -125,6 +125,7 @@ impl Tiers {
         };
         tokio::select! {
             failure = api.failed() => failure,
+            reason = node.failed() => Failure::new(Kind::Refused, reason),
             failure = scheduler.failed() => failure,
             failure = object_store => failure,
         }

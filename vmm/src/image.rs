@@ -33,6 +33,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
+use memmap2::Mmap;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use parking_lot::{Mutex, RwLock};
@@ -181,6 +182,8 @@ pub struct MemoryImage {
     geometry: Geometry,
     file: Arc<File>,
     guest_file: File,
+    /// The bytes of an image in memory; `None` on disk, where reading may wait, and an error is not a signal.
+    map: Option<Mmap>,
     on_disk: bool,
     states: Box<[AtomicU8]>,
     kept: PageSet,
@@ -283,6 +286,10 @@ impl MemoryImage {
             Ok(file) => file,
             Err(cause) => return Err(ImageError::Os { image: name, step: "open it read-only", cause }),
         };
+        // SAFETY: the size of a memfd of ours is sealed, so the map never reaches beyond the file; and of the map only filled
+        // chunks are read, which nobody writes any more.
+        let map = (!on_disk).then(|| unsafe { Mmap::map(&file) }).transpose();
+        let map = map.map_err(|cause| ImageError::Os { image: name.clone(), step: "map it", cause })?;
         let states = (0..geometry.chunks())
             .map(|chunk| {
                 let range = pages_of(geometry, ChunkNo(chunk));
@@ -294,6 +301,7 @@ impl MemoryImage {
             geometry,
             file: Arc::new(file),
             guest_file,
+            map,
             on_disk,
             states,
             kept,
@@ -424,6 +432,9 @@ impl MemoryImage {
             return Ok(ChunkData::Zero);
         }
         let (offset, len) = (self.geometry.chunk_offset(chunk), self.geometry.chunk_len(chunk) as usize);
+        if let Some(map) = &self.map {
+            return Ok(ChunkData::Bytes(Bytes::copy_from_slice(&map[offset as usize..offset as usize + len])));
+        }
         let file = Arc::clone(&self.file);
         let read = move || {
             let mut bytes = vec![0; len];

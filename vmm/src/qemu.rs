@@ -48,7 +48,9 @@ use crate::tail::Tail;
 use accel::AcceleratorChoice;
 use command::Launch;
 
-const MACHINE: &str = "microvm";
+/// QEMU's model, and the number of the set of devices and features that [`command`] gives it. Counted up with every change
+/// after which a device state of before would not load.
+const MACHINE: &str = "microvm/2";
 const CONSOLE_KEPT: usize = 64 << 10;
 /// What QEMU may use beside guest memory: translated code, kernel and initrd, its own heap.
 const OVERHEAD_BYTES: u64 = 512 << 20;

@@ -231,7 +231,7 @@ pub async fn start(agent: &Agent, user: &User, request: Request) -> Result<mpsc:
         env.iter().map(|(name, value)| text(&format!("{name}={value}"))).collect::<Result<_, _>>()?;
 
     let cgroup = if agent.rehearsing.load(Ordering::SeqCst) {
-        None
+        agent.cgroup.rehearsal()
     } else {
         agent.cgroup.thawed().await;
         agent.cgroup.target()

@@ -51,12 +51,8 @@ pub async fn restore(
     let opened = started.elapsed();
     if let Some(guest) = node.standbys.take(&resident.id) {
         let at_once = Timings { opened, vmm_ready: opened, attached: opened, loaded: opened, ..Timings::default() };
-        let resumed = guest.vm.resume().await;
-        match resumed {
-            Ok(()) => match finish(node, facts, guest, started, at_once).await {
-                Ok(restored) => return Ok(restored),
-                Err(error) => tracing::warn!(sandbox = %facts.id, %error, "a standby failed; restoring another guest"),
-            },
+        match guest.vm.resume().await {
+            Ok(()) => return finish(node, facts, guest, started, at_once).await,
             Err(error) => {
                 tracing::warn!(sandbox = %facts.id, %error, "a standby does not run; restoring another guest");
                 guest.vm.kill().await;
@@ -110,8 +106,8 @@ async fn finish(
         cut: CancellationToken::new(),
     };
     let agent = Agent::new(endpoints.control, facts.id.as_str());
-    let identity = identity(node, facts)?;
-    if let Err(error) = unless_lost(&guest.vm, facts.id.as_str(), agent.init(&identity)).await {
+    let identified = async { agent.init(&identity(node, facts)?).await };
+    if let Err(error) = unless_lost(&guest.vm, facts.id.as_str(), identified).await {
         guest.vm.kill().await;
         return Err(error);
     }
@@ -131,12 +127,11 @@ pub async fn rehearse(node: &State, vm: &Vm) -> Result<(), NodeError> {
         entropy: STANDARD.encode(random()?),
         access_token: token.clone(),
         env: std::collections::BTreeMap::new(),
-        rehearse: true,
     };
     let agent = Agent::new(vm.port(GuestPort::Control), whose);
     let processes = Processes::new(vm.port(GuestPort::Agent), whose);
     unless_lost(vm, whose, async {
-        agent.init(&identity).await?;
+        agent.rehearse(&identity).await?;
         processes.rehearse(&token).await
     })
     .await
@@ -159,7 +154,7 @@ async fn unless_lost<T>(
 
 /// The first fact that differs between the host that a snapshot was taken on and this one: device state and the CPU that
 /// the guest saw mean something only where these agree. The kernel is in the guest's memory, so this node's is no matter.
-fn check_host<'a>(
+pub fn check_host<'a>(
     snapshot: &'a store::HostFacts,
     here: &'a vmm::HostFacts,
 ) -> Result<(), (&'static str, &'a str, &'a str)> {
@@ -186,7 +181,6 @@ fn identity(node: &State, facts: &Facts) -> Result<Identity, NodeError> {
         entropy: STANDARD.encode(random()?),
         access_token: facts.access_token.clone(),
         env: facts.env.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
-        rehearse: false,
     })
 }
 

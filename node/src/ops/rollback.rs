@@ -84,8 +84,7 @@ async fn switch(
         old.cut.cancel();
     }
     sandbox.link.send_replace(Link::Open(endpoints));
-    // Nobody waits for its end but the node's own.
-    node.tasks.spawn(async move { old.vm.kill().await });
+    old.vm.kill().await;
     tracing::info!(sandbox = id, snapshot = %target.id, ?timings, "rolled back");
     Ok(timings)
 }

@@ -63,11 +63,17 @@ impl v1::catalog_server::Catalog for CatalogService {
     async fn delete(&self, request: Request<v1::DeleteRequest>) -> Result<Response<v1::DeleteResponse>, Status> {
         let request = request.into_inner();
         let team = convert::team(&request.team)?;
+        // What a template starts from, if it is one: known only before.
+        let start = self.0.catalog.get_template(&team, &request.reference).await.ok().and_then(|row| row.snapshot_id);
         let deleted = self.0.catalog.delete(&team, &request.reference).await.map_err(NodeError::from)?;
-        // A template's own snapshot goes from memory by age: sandboxes of it may still run.
-        if let Deleted::Snapshot(id) = deleted {
-            self.0.residency.evict(&id);
-            self.0.standbys.forget(&id);
+        match (deleted, start) {
+            (Deleted::Snapshot(id), _) => {
+                self.0.residency.evict(&id);
+                self.0.standbys.forget(&id);
+            }
+            // A template's own snapshot goes from memory by age: sandboxes of it may still run.
+            (Deleted::Template(_), Some(id)) => self.0.standbys.forget(&id),
+            (Deleted::Template(_), None) => {}
         }
         Ok(Response::new(v1::DeleteResponse {}))
     }

@@ -214,18 +214,20 @@ pub async fn stats(state: &State) -> Result<v1::NodeStats, Status> {
     let mut vms = Vec::new();
     for sandbox in state.sandboxes.all() {
         if let Some(guest) = &*sandbox.guest.lock().await {
-            vms.push(vm_stats(sandbox.facts.id.as_str(), guest.vm.pid(), guest.vm.memory_stats().await));
+            vms.push(vm_stats(sandbox.facts.id.as_str(), guest.vm.pid(), guest.vm.memory_stats().await, false));
         }
     }
     let pooled = state.hypervisor.pooled();
     let pooled_vmms = u32::try_from(pooled.len()).unwrap_or(u32::MAX);
-    vms.extend(costs(pooled).await.into_iter().map(|(pid, memory)| vm_stats("", pid, memory)));
-    let standbys = u32::try_from(state.standbys.pids().len()).unwrap_or(u32::MAX);
+    vms.extend(costs(pooled).await.into_iter().map(|(pid, memory)| vm_stats("", pid, memory, false)));
+    let standbys = state.standbys.pids();
+    let standby_count = u32::try_from(standbys.len()).unwrap_or(u32::MAX);
+    vms.extend(costs(standbys).await.into_iter().map(|(pid, memory)| vm_stats("", pid, memory, true)));
     Ok(v1::NodeStats {
         node_id: state.config.node_id.clone(),
         sandboxes: u32::try_from(state.sandboxes.all().len()).unwrap_or(u32::MAX),
         pooled_vmms,
-        standbys,
+        standbys: standby_count,
         images: images.collect(),
         vms,
         accelerator: facts.accelerator.name().to_owned(),
@@ -265,12 +267,13 @@ async fn costs(pids: Vec<u32>) -> Vec<(u32, snapyard_vmm::MemoryStats)> {
     measured.await.unwrap_or_default()
 }
 
-fn vm_stats(sandbox: &str, pid: u32, memory: snapyard_vmm::MemoryStats) -> v1::VmStats {
+fn vm_stats(sandbox: &str, pid: u32, memory: snapyard_vmm::MemoryStats, standby: bool) -> v1::VmStats {
     v1::VmStats {
         sandbox_id: sandbox.to_owned(),
         pid,
         private_bytes: memory.private_bytes,
         guest_private_bytes: memory.guest_private_bytes,
         faults: memory.faults.faults,
+        standby,
     }
 }
