@@ -73,6 +73,9 @@ pub trait VmDriver: std::fmt::Debug + Send + Sync + 'static {
     /// Starts a VMM that takes its disk from the NBD server at the other end of `disk`. Returns when it answers on its
     /// control channel. It may connect to the disk before that, and must not read it.
     async fn start(&self, shape: Shape, mode: StartMode, disk: OwnedFd) -> Result<Started, DriverError>;
+
+    /// Returns when nothing is left of any VMM. All have been told to end, and none is started any more.
+    async fn all_ended(&self);
 }
 
 /// The control channel of one VMM.

@@ -455,5 +455,7 @@ impl Hypervisor {
         // Starts under way end by themselves: they see that all is closed.
         let all = (std::thread::available_parallelism().map_or(1, usize::from) / 2).max(1);
         let _ = self.refills.acquire_many(all as u32).await;
+        // And those that were dropped, by a pool that had too many or by an owner that went away.
+        self.driver.all_ended().await;
     }
 }

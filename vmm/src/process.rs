@@ -26,6 +26,7 @@ use nix::unistd::{Gid, Pid, Uid, getpid, getppid, setgid, setgroups, setuid};
 use tokio::process::Child;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, oneshot, watch};
+use tokio_util::task::TaskTracker;
 
 use crate::cgroup::VmCgroup;
 use crate::tail::Tail;
@@ -41,6 +42,8 @@ struct Job {
 #[derive(Debug, Clone)]
 pub struct Spawner {
     jobs: mpsc::Sender<Job>,
+    /// The tasks that reap.
+    supervisors: TaskTracker,
 }
 
 impl Spawner {
@@ -58,7 +61,14 @@ impl Spawner {
                 let _ = answer.send(started);
             }
         })?;
-        Ok(Self { jobs })
+        Ok(Self { jobs, supervisors: TaskTracker::new() })
+    }
+
+    /// Returns when of every VMM that was told to end, by a kill or a drop, nothing is left. Nothing must be started
+    /// meanwhile, and none must go on running.
+    pub async fn all_ended(&self) {
+        self.supervisors.close();
+        self.supervisors.wait().await;
     }
 
     async fn spawn(&self, command: Command) -> io::Result<Child> {
@@ -126,7 +136,7 @@ impl VmmProcess {
         let kill = Arc::new(Notify::new());
         let (published, exit) = watch::channel(None);
         let asked = Arc::clone(&kill);
-        tokio::spawn(async move {
+        spawner.supervisors.spawn(async move {
             let status = loop {
                 tokio::select! {
                     status = child.wait() => break status,

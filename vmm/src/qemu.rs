@@ -257,6 +257,10 @@ impl VmDriver for Qemu {
             self.prepare(shape, &mode, disk).map_err(|cause| DriverError::new("prepare to start QEMU", cause))?;
         self.launch(prepared, shape).await
     }
+
+    async fn all_ended(&self) {
+        self.spawner.all_ended().await;
+    }
 }
 
 #[derive(Debug)]
