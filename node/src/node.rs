@@ -14,7 +14,7 @@ use snapyard_snapstore::blob::{BlobStore, S3Blobs, S3Config};
 use snapyard_snapstore::catalog::Catalog;
 use snapyard_snapstore::catalog::rocks::RocksKv;
 use snapyard_snapstore::clock::{Clock, SystemClock};
-use snapyard_snapstore::ids::NodeId;
+use snapyard_snapstore::ids::{NodeId, TeamId};
 use snapyard_snapstore::{Store, StoreConfig};
 use snapyard_vmm::{FillPolicy, Hypervisor, Shape, Vm, VmmConfig};
 use tokio::net::TcpListener;
@@ -32,7 +32,7 @@ use crate::residency::Residency;
 use crate::sandbox::{Registry, Sandbox};
 use crate::service;
 use crate::standby::{self, Standbys};
-use crate::template::Templates;
+use crate::template::{self, Templates};
 use crate::upload;
 
 /// How often the node reports to the scheduler.
@@ -185,6 +185,11 @@ impl Node {
     /// The guest gateway's `host:port`.
     pub fn gateway(&self) -> &str {
         &self.state.gateway
+    }
+
+    /// Takes a template out of the way that guests cannot start from here, for a caller that is about to build it again.
+    pub async fn drop_misfit(&self, team: &TeamId, alias: &str) -> Result<(), NodeError> {
+        template::drop_misfit(&self.state, team, alias).await
     }
 
     /// Completes, with the reason, when the node cannot go on by itself.

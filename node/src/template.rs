@@ -148,10 +148,9 @@ pub async fn build(
 ) -> Result<TemplateRow, NodeError> {
     let lock = node.templates.lock(team, &recipe.alias);
     let _building = lock.lock().await;
+    drop_misfit(node, team, &recipe.alias).await?;
     let row = match node.catalog.get_template(team, &recipe.alias).await {
-        Ok(row) if !rebuild && row.build_status == BuildStatus::Ready && starts_here(node, &row).await? => {
-            return Ok(row);
-        }
+        Ok(row) if !rebuild && row.build_status == BuildStatus::Ready => return Ok(row),
         Ok(row) => row,
         Err(CatalogError::NotFound { .. }) => announce(node, team, recipe).await?,
         Err(error) => return Err(error.into()),
@@ -164,15 +163,21 @@ pub async fn build(
     built
 }
 
-/// Whether this node can restore a template that was built already: not if it was built under another VMM or machine.
-async fn starts_here(node: &State, row: &TemplateRow) -> Result<bool, NodeError> {
-    let Some(snapshot) = &row.snapshot_id else { return Ok(false) };
+/// Deletes a template that was built under another VMM or machine, so that no guest of it can start here: whoever asks
+/// for it is told that it is being built, as soon as it is, and not that it does not fit.
+pub async fn drop_misfit(node: &State, team: &TeamId, alias: &str) -> Result<(), NodeError> {
+    let row = match node.catalog.get_template(team, alias).await {
+        Ok(row) => row,
+        Err(CatalogError::NotFound { .. }) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let Some(snapshot) = &row.snapshot_id else { return Ok(()) };
     let manifest = committed_manifest(&node.catalog, snapshot).await?;
-    let fits = restore::check_host(&manifest.facts, node.hypervisor.facts());
-    if let Err((what, built, here)) = fits {
-        tracing::info!(template = %row.id, what, built, here, "building it anew for this host");
+    if let Err((what, built, here)) = restore::check_host(&manifest.facts, node.hypervisor.facts()) {
+        tracing::info!(template = alias, what, built, here, "deleted, to be built anew for this host");
+        node.catalog.delete_template(team, alias).await?;
     }
-    Ok(fits.is_ok())
+    Ok(())
 }
 
 /// The template's row, before its first build.

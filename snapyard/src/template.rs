@@ -13,6 +13,8 @@ use crate::progress::Progress;
 
 /// The recipe of the template that every server has.
 pub const BASE_RECIPE: &str = include_str!("../../guest/recipes/base.toml");
+/// Its alias.
+pub const BASE_ALIAS: &str = "base";
 
 /// `template build`: progress on standard error, the template's id on standard output.
 pub async fn build(context: &Context, args: TemplateBuildArgs) -> Result<(), Failure> {
@@ -91,6 +93,7 @@ mod tests {
     #[test]
     fn base_is_built_in_and_other_recipes_are_files() {
         assert_eq!(read_recipe(Path::new("base")).expect("built in"), BASE_RECIPE);
+        assert!(BASE_RECIPE.contains(&format!("\nalias = {BASE_ALIAS:?}\n")));
         let failure = read_recipe(Path::new("/nonexistent/recipe.toml")).expect_err("no such file");
         assert_eq!(failure.kind, Kind::NotFound);
     }

@@ -26,6 +26,7 @@ use snapyard_node::{Node, NodeConfig};
 use snapyard_proto::auth::ClusterToken;
 use snapyard_scheduler::SchedulerConfig;
 use snapyard_snapstore::blob::{self, S3Blobs};
+use snapyard_snapstore::ids::TeamId;
 use snapyard_snapstore::s3d;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
@@ -36,7 +37,7 @@ use crate::cli::{S3Args, UpArgs};
 use crate::cluster::{self, ClusterFile};
 use crate::context::Context;
 use crate::failure::{Failure, Kind, with_causes};
-use crate::grpc::Backend;
+use crate::grpc::{Backend, TEAM};
 use crate::output;
 use crate::progress::Progress;
 use crate::template;
@@ -72,6 +73,14 @@ pub async fn run(context: &Context, args: UpArgs) -> Result<(), Failure> {
     let node = Node::start(config)
         .await
         .map_err(|error| Failure::new(Kind::Refused, format!("the node does not start: {}", with_causes(&error))))?;
+
+    if !args.no_base {
+        // Before anybody can ask for it: one from before an upgrade is being built, not there and of no use.
+        let team = TeamId::new(TEAM).expect("a valid name");
+        node.drop_misfit(&team, template::BASE_ALIAS)
+            .await
+            .map_err(|error| Failure::new(Kind::Refused, format!("the template base: {}", with_causes(&error))))?;
+    }
 
     let config = api_config(&args, node.url(), &scheduler_url, &token);
     let api = Part::spawn("API", |stopped| snapyard_api::serve(listener, config, stopped.wait()));
