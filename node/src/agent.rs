@@ -56,15 +56,18 @@ impl Agent {
 
     /// Gives a restored guest its identity, clock and randomness, and lets its processes go on.
     pub async fn init(&self, identity: &Identity) -> Result<(), NodeError> {
-        let body = serde_json::to_vec(identity).map_err(|error| self.error("/init", error.to_string()))?;
-        self.call(Method::POST, "/init", Bytes::from(body), DEADLINE).await
+        self.identify("/init", identity).await
     }
 
     /// The same for practice: the user's processes stay frozen until [`Agent::init`]. Refused by a guest whose login shell
     /// was changed.
     pub async fn rehearse(&self, identity: &Identity) -> Result<(), NodeError> {
-        let body = serde_json::to_vec(identity).map_err(|error| self.error("/rehearse", error.to_string()))?;
-        self.call(Method::POST, "/rehearse", Bytes::from(body), DEADLINE).await
+        self.identify("/rehearse", identity).await
+    }
+
+    async fn identify(&self, path: &'static str, identity: &Identity) -> Result<(), NodeError> {
+        let body = serde_json::to_vec(identity).map_err(|error| self.error(path, error.to_string()))?;
+        self.call(Method::POST, path, Bytes::from(body), DEADLINE).await
     }
 
     /// Stops every user process inside the guest. Idempotent.
