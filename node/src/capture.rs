@@ -27,15 +27,16 @@ use crate::agent::Agent;
 use crate::error::NodeError;
 use crate::node::{State, fill_policy};
 use crate::residency::Resident;
+use crate::source::FILL_BYTES;
 
-/// Bytes per chunk of both images.
-pub const CHUNK_SIZE: u32 = store::DEFAULT_CHUNK_BYTES;
+/// Bytes per chunk of both images as they are stored.
+const CHUNK_BYTES: u32 = store::DEFAULT_CHUNK_BYTES;
 
-/// What a chunk of zeros is put as; the store keeps nothing of it.
-static ZEROS: [u8; CHUNK_SIZE as usize] = [0; CHUNK_SIZE as usize];
+/// What a unit of zeros is put as; the store keeps nothing of it.
+static ZEROS: [u8; FILL_BYTES as usize] = [0; FILL_BYTES as usize];
 
-/// Chunks in flight between the images and the ingest pipeline.
-const IN_FLIGHT: usize = 8;
+/// Units in flight between the images and the ingest pipeline.
+const IN_FLIGHT: usize = 16;
 
 /// Captures the guest behind `vm`, with its user processes frozen around the instant.
 ///
@@ -171,7 +172,7 @@ async fn store_disk(
     // With a parent the overlay is the whole difference; a first boot stores its root file system too.
     let changed = match parent {
         Some(_) => disk.dirty_chunks(),
-        None => (0..disk.size_bytes().div_ceil(u64::from(CHUNK_SIZE))).map(ChunkNo).collect(),
+        None => (0..disk.size_bytes().div_ceil(u64::from(FILL_BYTES))).map(ChunkNo).collect(),
     };
     let writer = writer(ingest, disk.size_bytes(), parent.map(|parent| &parent.manifest.disk), parent);
     put_all(node, &writer, changed, |chunk| {
@@ -184,33 +185,38 @@ async fn store_disk(
 
 fn writer(ingest: &Ingest, size_bytes: u64, image: Option<&store::ImageRef>, parent: Option<&Resident>) -> ImageWriter {
     let inherited = parent.zip(image).map(|(parent, image)| parent.reader.image(image));
-    ingest.image(ImageSpec { size_bytes, chunk_size: CHUNK_SIZE }, inherited)
+    ingest.image(ImageSpec { size_bytes, chunk_size: CHUNK_BYTES }, inherited)
 }
 
-/// Reads `chunks` and puts them, several at a time.
-async fn put_all<F, R, E>(node: &State, writer: &ImageWriter, chunks: Vec<ChunkNo>, read: F) -> Result<(), NodeError>
+/// Reads `units` of an image and puts their chunks, several at a time.
+async fn put_all<F, R, E>(node: &State, writer: &ImageWriter, units: Vec<ChunkNo>, read: F) -> Result<(), NodeError>
 where
     F: Fn(ChunkNo) -> R,
     R: Future<Output = Result<ChunkData, E>>,
     E: std::fmt::Display,
 {
-    let puts = futures::stream::iter(chunks).map(|chunk| {
-        let read = read(chunk);
+    let reads = futures::stream::iter(units).map(|unit| {
+        let read = read(unit);
         async move {
-            if node.shutdown.is_cancelled() {
-                return Err(NodeError::Internal("the node is shutting down".to_owned()));
+            match read.await {
+                Ok(ChunkData::Bytes(bytes)) => Ok((unit, bytes)),
+                Ok(ChunkData::Zero) => Ok((unit, Bytes::from_static(&ZEROS))),
+                Err(cause) => Err(NodeError::Internal(format!("unit {} of the capture: {cause}", unit.0))),
             }
-            let bytes = match read.await {
-                Ok(ChunkData::Bytes(bytes)) => bytes,
-                Ok(ChunkData::Zero) => Bytes::from_static(&ZEROS),
-                Err(cause) => return Err(NodeError::Internal(format!("chunk {} of the capture: {cause}", chunk.0))),
-            };
-            writer.put(store::ids::ChunkNo(chunk.0), bytes).await.map_err(NodeError::from)
         }
     });
-    puts.buffer_unordered(IN_FLIGHT).try_collect::<()>().await
+    // Read several at once, put in order: neighbours in the image are neighbours in the store.
+    let mut reads = std::pin::pin!(reads.buffered(IN_FLIGHT));
+    while let Some((unit, bytes)) = reads.try_next().await? {
+        if node.shutdown.is_cancelled() {
+            return Err(NodeError::Internal("the node is shutting down".to_owned()));
+        }
+        let first = unit.0 * u64::from(FILL_BYTES / CHUNK_BYTES);
+        writer.put(store::ids::ChunkNo(first), bytes).await?;
+    }
+    Ok(())
 }
 
 fn geometry(size_bytes: u64) -> Result<Geometry, NodeError> {
-    Geometry::new(size_bytes, CHUNK_SIZE).map_err(|error| NodeError::Internal(error.to_string()))
+    Geometry::new(size_bytes, FILL_BYTES).map_err(|error| NodeError::Internal(error.to_string()))
 }

@@ -66,6 +66,8 @@ pub struct NodeConfig {
     pub fault_deadline: Duration,
     /// Bytes of memory images that are kept though no guest uses them.
     pub idle_image_bytes: u64,
+    /// Bytes that the chunk cache may take on disk.
+    pub cache_bytes: u64,
     /// User id of VMM processes when the node runs as root.
     pub vmm_uid: u32,
 }

@@ -125,7 +125,9 @@ impl Node {
         let kv = RocksKv::open(&config.data_dir.join("catalog")).map_err(|error| start_error("the catalog", error))?;
         let catalog = Catalog::open(Arc::new(kv), Arc::clone(&clock)).await?;
         let blobs = connect_blobs(&config);
-        let store = Store::open(StoreConfig::new(config.data_dir.clone()), blobs, Arc::clone(&clock)).await?;
+        let mut store_config = StoreConfig::new(config.data_dir.clone());
+        store_config.cache.disk_bytes = config.cache_bytes;
+        let store = Store::open(store_config, blobs, Arc::clone(&clock)).await?;
         let hypervisor = Hypervisor::new(vmm_config(&config, &run_dir), tokio::runtime::Handle::current())
             .await
             .map_err(|error| start_error("the virtual machine monitor", error))?;

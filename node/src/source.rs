@@ -11,6 +11,9 @@ use bytes::Bytes;
 use snapyard_snapstore as store;
 use snapyard_vmm::{ChunkData, ChunkNo, PageSource, SourceError};
 
+/// Bytes that a VMM's images are filled by: what one fault brings in. Many of the store's chunks, which are guest pages.
+pub const FILL_BYTES: u32 = 64 * 1024;
+
 /// A stored image as a page source.
 pub struct StoredImage(store::ImageReader);
 
@@ -28,11 +31,13 @@ impl PageSource for StoredImage {
     }
 
     fn chunk_size(&self) -> u32 {
-        self.0.chunk_size()
+        FILL_BYTES
     }
 
     async fn read(&self, chunk: ChunkNo) -> Result<ChunkData, SourceError> {
-        match self.0.read(store::ids::ChunkNo(chunk.0)).await {
+        let start = chunk.0 * u64::from(FILL_BYTES);
+        let len = u64::from(FILL_BYTES).min(self.0.size_bytes().saturating_sub(start)) as usize;
+        match self.0.read_range(start, len).await {
             Ok(store::ChunkData::Zero) => Ok(ChunkData::Zero),
             Ok(store::ChunkData::Bytes(bytes)) => Ok(ChunkData::Bytes(bytes)),
             Err(error) => Err(SourceError::new(error)),

@@ -20,6 +20,7 @@ use serde::Deserialize;
 use snapyard_snapstore as store;
 use snapyard_snapstore::catalog::{BuildStatus, CatalogError, SnapshotCommit, SnapshotRow, TemplateRow};
 use snapyard_snapstore::ids::{SnapshotId, TeamId, TemplateId};
+use snapyard_snapstore::manifest::ManifestError;
 use snapyard_vmm::{GuestPort, PageSource, Shape};
 use tokio::sync::mpsc;
 
@@ -28,8 +29,7 @@ use crate::capture::{self, Identity};
 use crate::error::NodeError;
 use crate::node::State;
 use crate::ops::restore;
-use crate::residency::committed_manifest;
-use crate::source::FileImage;
+use crate::source::{FILL_BYTES, FileImage};
 
 /// How long a booted guest may take until its agent answers. Emulated guests boot in a few seconds.
 const BOOT_DEADLINE: Duration = Duration::from_secs(120);
@@ -172,9 +172,15 @@ pub async fn drop_misfit(node: &State, team: &TeamId, alias: &str) -> Result<(),
         Err(error) => return Err(error.into()),
     };
     let Some(snapshot) = &row.snapshot_id else { return Ok(()) };
-    let manifest = committed_manifest(&node.catalog, snapshot).await?;
-    if let Err((what, built, here)) = restore::check_host(&manifest.facts, node.hypervisor.facts()) {
-        tracing::info!(template = alias, what, built, here, "deleted, to be built anew for this host");
+    let misfit = match store::Manifest::decode(&node.catalog.manifest(snapshot).await?) {
+        Ok(manifest) => restore::check_host(&manifest.facts, node.hypervisor.facts())
+            .err()
+            .map(|(what, built, here)| format!("{what} was {built} when it was built and is {here} now")),
+        Err(error @ ManifestError::Version(_)) => Some(error.to_string()),
+        Err(error) => return Err(NodeError::Internal(format!("the manifest of template {alias} is damaged: {error}"))),
+    };
+    if let Some(misfit) = misfit {
+        tracing::info!(template = alias, misfit, "deleted, to be built anew for this host");
         node.catalog.delete_template(team, alias).await?;
     }
     Ok(())
@@ -226,8 +232,8 @@ async fn boot_and_capture(
     tell: &impl Fn(&'static str, u32),
 ) -> Result<TemplateRow, NodeError> {
     let alias = recipe.alias.as_str();
-    let disk = FileImage::open(rootfs, capture::CHUNK_SIZE)
-        .map_err(|error| failed(alias, format!("{}: {error}", rootfs.display())))?;
+    let disk =
+        FileImage::open(rootfs, FILL_BYTES).map_err(|error| failed(alias, format!("{}: {error}", rootfs.display())))?;
     let booted = node.hypervisor.boot(recipe.shape(), disk as Arc<dyn PageSource>, "").await;
     let vm = booted.map_err(|cause| NodeError::Vm { sandbox: alias.to_owned(), cause })?;
     let captured = async {

@@ -1,6 +1,7 @@
-//! Chunks: what they hash to, and how one is framed for storage.
+//! Chunks: what they hash to, and how they are framed for storage.
 //!
-//! A *frame* is the stored form of a chunk, the same in the cache, in a staged pack and in the blob store:
+//! A *frame* is the stored form of one chunk, or of several small ones one after the other, which compress better together.
+//! It is the same in the cache, in a staged pack and in the blob store:
 //!
 //! ```text
 //!   0        1        2        4                8
@@ -14,8 +15,9 @@
 //! Invariants:
 //! - a frame is never longer than [`MAX_FRAME_BYTES`], and no length inside one is believed before it is checked against
 //!   [`MAX_PLAIN_BYTES`], so a damaged frame cannot make a reader allocate more than that;
-//! - [`verify`] is the only way from a frame to plain bytes that leave the crate: it decodes *and* checks the keyed hash;
-//! - the frame carries no checksum of its own: the chunk's id is one, and a better one.
+//! - where in a frame a chunk lies is said by the pack's footer; [`check`], the keyed hash of just these bytes, is what
+//!   decides, and every chunk that leaves the crate has passed it;
+//! - the frame carries no checksum of its own: its chunks' ids are checksums, and better ones.
 //!
 //! A new codec takes the next free codec byte; old readers refuse it by name ([`FrameError::UnknownCodec`]). A change of the
 //! header takes another magic byte.
@@ -26,10 +28,13 @@ use bytes::{BufMut, Bytes, BytesMut};
 
 use crate::ids::{ChunkId, DomainKey};
 
-/// Chunk size of images unless something else is asked for, bytes.
-pub const DEFAULT_CHUNK_BYTES: u32 = 64 * 1024;
+/// Chunk size of images unless something else is asked for, bytes: a guest page (docs/decisions/0004).
+pub const DEFAULT_CHUNK_BYTES: u32 = 4096;
 
-/// The longest plain content of one chunk, bytes. The root of an index is a chunk too, and the longest kind.
+/// Plain bytes of small chunks that are framed together. A chunk that is at least this long has its own frame.
+pub const FRAME_TARGET_BYTES: usize = 64 * 1024;
+
+/// The longest plain content of a frame, bytes. The root of an index is a chunk too, and the longest kind.
 pub const MAX_PLAIN_BYTES: usize = 4 * 1024 * 1024;
 
 /// The longest frame, bytes: content that does not compress is stored raw.
@@ -104,7 +109,7 @@ pub fn encode(plain: &[u8], level: i32) -> Result<Bytes, FrameError> {
     Ok(frame.freeze())
 }
 
-/// Decodes a frame without knowing whose content it should be. For tests and tools; readers use [`verify`].
+/// Decodes a frame, not knowing whose content it should be: every part of it that is used must pass [`check`].
 pub fn decode(frame: &Bytes) -> Result<Bytes, FrameError> {
     if frame.len() > MAX_FRAME_BYTES {
         return Err(FrameError::TooLong { bytes: frame.len() as u64 });
@@ -130,11 +135,10 @@ pub fn decode(frame: &Bytes) -> Result<Bytes, FrameError> {
     if plain.len() == plain_len { Ok(plain) } else { Err(FrameError::BadBody { expected }) }
 }
 
-/// Decodes a frame and checks that its content is that of `id`. Nothing that fails this may be used.
-pub fn verify(key: &DomainKey, id: &ChunkId, frame: &Bytes) -> Result<Bytes, FrameError> {
-    let plain = decode(frame)?;
-    let actual = hash(key, &plain);
-    if actual == *id { Ok(plain) } else { Err(FrameError::WrongHash { actual }) }
+/// Whether these bytes are the content of `id`. Nothing that fails this may be used.
+pub fn check(key: &DomainKey, id: &ChunkId, plain: &[u8]) -> Result<(), FrameError> {
+    let actual = hash(key, plain);
+    if actual == *id { Ok(()) } else { Err(FrameError::WrongHash { actual }) }
 }
 
 // A context costs more to make than a chunk costs to compress, so every thread that ever does it keeps one.
@@ -176,9 +180,10 @@ mod tests {
         fn any_content_comes_back(plain in prop::collection::vec(any::<u8>(), 0..5000), level in 1..6i32) {
             let frame = encode(&plain, level).expect("short enough");
             let id = hash(&KEY, &plain);
-            let back = verify(&KEY, &id, &frame).expect("its own frame");
+            let back = decode(&frame).expect("its own frame");
             prop_assert_eq!(&back[..], &plain[..]);
-            prop_assert!(verify(&DomainKey([8; 32]), &id, &frame).is_err(), "another domain's key");
+            prop_assert_eq!(check(&KEY, &id, &back), Ok(()));
+            prop_assert!(check(&DomainKey([8; 32]), &id, &back).is_err(), "another domain's key");
         }
 
         #[test]
@@ -196,7 +201,7 @@ mod tests {
             let mut bad = frame.to_vec();
             bad[at.index(frame.len())] ^= 1 << bit;
             // A flip in zstd's unused bits may decode to the same content: then nothing is wrong with it.
-            if let Ok(back) = verify(&KEY, &hash(&KEY, &plain), &Bytes::from(bad)) {
+            if let Ok(back) = decode(&Bytes::from(bad)) && check(&KEY, &hash(&KEY, &plain), &back).is_ok() {
                 prop_assert_eq!(&back[..], &plain[..]);
             }
         }

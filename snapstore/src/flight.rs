@@ -69,6 +69,11 @@ where
         (flight, true)
     }
 
+    /// Whether work for `key` is going on at this instant.
+    pub(crate) fn contains(&self, key: &K) -> bool {
+        self.0.lock().flights.contains_key(key)
+    }
+
     /// How many pieces of work are going on.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {

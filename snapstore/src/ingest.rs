@@ -1,25 +1,32 @@
 //! Writing a snapshot: images and small blobs into packs.
 //!
 //! ```text
-//!   put ──(bounded)──> hash ──> zero?            nothing to store
-//!                              known here?       nothing to store
-//!                              new ──> compress ──> pack being written ──> cache
-//!   ImageWriter::finish ──> changed index pages, root: chunks like any other
-//!   Ingest::seal ──> packs synced, published, their locations registered: durable on this node
+//!   put ──(bounded)──> hash, zero?, known here?      in parallel
+//!                        └──> in the order of the puts: new chunks into the open frame
+//!                               └──> full frames: compress      in parallel
+//!                                      └──> in the order of the frames: pack being written
+//!   ImageWriter::finish ──> changed index pages, root: chunks with frames of their own
+//!   a full pack ──> synced, its places registered
+//!   Ingest::seal ──> all packs published: durable on this node
 //! ```
 //!
 //! Invariants:
 //! - inside one ingest a chunk is stored once, whoever puts it how often;
 //! - a chunk counts as known only if a pack that holds it is staged here (and then borrowed), is known to be in the blob
 //!   store, or is one of the parent's. What merely lies in the cache is not durable and does not count;
-//! - nobody but this ingest knows of its packs before [`Ingest::seal`]: one that is dropped, or fails, leaves nothing;
+//! - packs hold chunks in the order in which they were put, whatever the workers' speed: neighbours stay neighbours;
+//! - nobody but this ingest uses its packs before [`Ingest::seal`]: one that is dropped, or fails, leaves nothing;
 //! - after any failure nothing of the ingest can be used: every later call says so. A panic in a worker is a failure, too;
-//! - memory: the chunks in flight, bounded for all ingests of the store together, and 40 bytes per chunk put.
+//! - memory: the bytes in flight, bounded for all ingests of the store together; some 100 bytes per new chunk of a pack or
+//!   two; and the index pages that were put to in part.
 //!
-//! Crash before seal: temporary files, removed at the next open. Crash in seal: published packs without a manifest, dropped
+//! Crash before seal: temporary files, and places in packs that are nowhere, both removed at the next open. Crash in seal: published packs without a manifest, dropped
 //! by [`crate::Store::drop_unreferenced_staging`]. Retry: a new ingest; it stores the same chunks under the same ids.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+mod image;
+mod pipeline;
+
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -28,25 +35,18 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 
+use self::pipeline::{Framed, Group, Pipeline};
 use crate::blocking::blocking;
 use crate::chunk;
 use crate::error::StoreError;
 use crate::fetch::Fetcher;
-use crate::ids::{ChunkId, ChunkNo, DomainKey, PackId};
-use crate::index::{self, FANOUT, Geometry, IndexError, Level};
-use crate::manifest::{BLOB_PIECE_BYTES, BlobRef, ImageRef, MAX_BLOB_BYTES};
-use crate::pack::PackRef;
+use crate::ids::{ChunkId, DomainKey, PackId};
+use crate::manifest::{BLOB_PIECE_BYTES, BlobRef, MAX_BLOB_BYTES};
+use crate::pack::{FrameChunk, PackRef};
 use crate::reader::ImageReader;
 use crate::staging::{FinishedPack, StagedPackWriter};
 
-/// Size and chunking of an image to be written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ImageSpec {
-    /// Size, bytes.
-    pub size_bytes: u64,
-    /// Bytes per chunk: a power of two from 4 KiB to 1 MiB.
-    pub chunk_size: u32,
-}
+pub use self::image::{ImageSpec, ImageWriter};
 
 /// What [`Ingest::seal`] made durable.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -68,7 +68,13 @@ pub struct Sealed {
 pub(crate) struct IngestOptions {
     pub(crate) pack_target_bytes: u64,
     pub(crate) compression_level: i32,
-    pub(crate) slots: Arc<Semaphore>,
+    /// A permit for each KiB in flight.
+    pub(crate) in_flight: Arc<Semaphore>,
+    pub(crate) in_flight_kib: u32,
+    /// A permit for each worker that computes.
+    pub(crate) workers: Arc<Semaphore>,
+    /// A random nonce for each pack.
+    pub(crate) nonce: fn() -> [u8; 16],
 }
 
 /// Whether a chunk counts in what the client is told.
@@ -85,9 +91,8 @@ struct Inner {
     fetcher: Arc<Fetcher>,
     options: IngestOptions,
     key: DomainKey,
-    /// Chunks that this ingest has stored or found.
-    settled: Mutex<HashSet<ChunkId>>,
     used: Mutex<UsedPacks>,
+    pipeline: Pipeline,
     open: Mutex<Option<StagedPackWriter>>,
     finished: Mutex<Vec<FinishedPack>>,
     failure: Mutex<Option<String>>,
@@ -102,9 +107,15 @@ struct Inner {
 struct UsedPacks {
     order: Vec<PackRef>,
     ids: HashSet<PackId>,
+    /// Written by this ingest, and not published yet.
+    own: HashSet<PackId>,
 }
 
 impl UsedPacks {
+    fn has(&self, pack: &PackId) -> bool {
+        self.ids.contains(pack) || self.own.contains(pack)
+    }
+
     fn add(&mut self, pack: PackRef) {
         if self.ids.insert(pack.id) {
             self.order.push(pack);
@@ -119,8 +130,8 @@ impl Ingest {
             fetcher,
             options,
             key,
-            settled: Mutex::default(),
             used: Mutex::default(),
+            pipeline: Pipeline::default(),
             open: Mutex::new(None),
             finished: Mutex::default(),
             failure: Mutex::new(None),
@@ -136,25 +147,7 @@ impl Ingest {
     /// One image of the snapshot. `parent`: the image from which chunks that are not put are inherited, of the same size,
     /// chunking and dedup domain; without one they are zero. What is wrong with `spec` or `parent` shows at the first call.
     pub fn image(&self, spec: ImageSpec, parent: Option<ImageReader>) -> ImageWriter {
-        let geometry = Geometry::new(spec.size_bytes, spec.chunk_size);
-        let mut mismatch = None;
-        if let Some(parent) = &parent {
-            if parent.scope().key != self.0.key {
-                mismatch = Some("it belongs to another dedup domain");
-            } else if parent.geometry() != geometry {
-                mismatch = Some("it has another size or chunk size");
-            } else {
-                self.0.inherit(&parent.scope().packs);
-            }
-        }
-        ImageWriter {
-            ingest: Arc::clone(&self.0),
-            geometry,
-            mismatch,
-            parent,
-            changes: Arc::default(),
-            workers: TaskTracker::new(),
-        }
+        ImageWriter::new(Arc::clone(&self.0), spec, parent)
     }
 
     /// Stores a small opaque blob (device state), and returns what refers to it.
@@ -202,62 +195,71 @@ impl Inner {
         self.failure.lock().get_or_insert_with(|| reason.to_string());
     }
 
-    /// Stores a chunk on a worker and waits for it.
-    async fn store(self: &Arc<Self>, kind: Kind, plain: Bytes) -> Result<ChunkId, StoreError> {
-        self.check()?;
-        let slot = Arc::clone(&self.options.slots).acquire_owned().await.expect("never closed");
-        let inner = Arc::clone(self);
-        // The token keeps `seal` waiting even if the caller goes away.
+    /// Runs `work` on a worker. Its failure, or panic, is the ingest's; it is waited for by [`Ingest::seal`] even if the
+    /// caller goes away.
+    async fn work<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, StoreError> + Send + 'static,
+    ) -> Result<T, StoreError> {
         let token = self.workers.token();
-        let stored = blocking(move || {
-            let _held = (slot, token);
+        let worker = Arc::clone(&self.options.workers).acquire_owned().await.expect("never closed");
+        let inner = Arc::clone(self);
+        blocking(move || {
+            let _held = (worker, token);
             let unfinished = Unfinished(&inner);
-            let stored = inner.store_now(kind, &plain);
-            if let Err(error) = &stored {
+            let done = work(&inner);
+            if let Err(error) = &done {
                 inner.fail(error);
             }
             unfinished.finished();
-            stored
-        });
-        stored.await
+            done
+        })
+        .await
     }
 
-    /// Hashes, deduplicates, compresses, writes. Blocks.
+    /// Stores one chunk in a frame of its own and waits for it.
+    async fn store(self: &Arc<Self>, kind: Kind, plain: Bytes) -> Result<ChunkId, StoreError> {
+        self.check()?;
+        self.work(move |inner| inner.store_now(kind, &plain)).await
+    }
+
+    /// Stores one chunk in a frame of its own. Blocks.
     fn store_now(&self, kind: Kind, plain: &[u8]) -> Result<ChunkId, StoreError> {
         let id = chunk::chunk_id(&self.key, plain);
         if id.is_zero() {
             return Ok(id);
         }
-        // Two steps, so that the lock is not held while RocksDB is asked.
-        let first = self.settled.lock().insert(id);
-        if !first || self.is_known(&id) {
-            if kind == Kind::Content {
-                self.chunks_deduplicated.fetch_add(1, Ordering::Relaxed);
-                self.fetcher.counters.chunks_deduplicated.fetch_add(1, Ordering::Relaxed);
-            }
-            return Ok(id);
-        }
-        let frame = chunk::encode(plain, self.options.compression_level)?;
-        self.append(id, &frame)?;
-        self.fetcher.cache.put(&id, &frame);
-        self.bytes_new.fetch_add(frame.len() as u64, Ordering::Relaxed);
-        self.fetcher.counters.bytes_new.fetch_add(frame.len() as u64, Ordering::Relaxed);
-        if kind == Kind::Content {
-            self.chunks_new.fetch_add(1, Ordering::Relaxed);
-            self.fetcher.counters.chunks_new.fetch_add(1, Ordering::Relaxed);
+        let known = self.is_known(&id);
+        if self.pipeline.settle(id, known) {
+            let len = u32::try_from(plain.len()).expect("pieces and nodes are small");
+            self.compress(self.pipeline.number_of_frame(), plain, vec![FrameChunk { id, len }])?;
+            self.count(kind, 1, 0);
+        } else {
+            self.count(kind, 0, 1);
         }
         Ok(id)
+    }
+
+    fn count(&self, kind: Kind, new: u64, deduplicated: u64) {
+        if kind == Kind::Content {
+            let counters = &self.fetcher.counters;
+            self.chunks_new.fetch_add(new, Ordering::Relaxed);
+            counters.chunks_new.fetch_add(new, Ordering::Relaxed);
+            self.chunks_deduplicated.fetch_add(deduplicated, Ordering::Relaxed);
+            counters.chunks_deduplicated.fetch_add(deduplicated, Ordering::Relaxed);
+        }
     }
 
     /// Whether a pack that is sure to last holds the chunk; if so, the pack is now used.
     fn is_known(&self, id: &ChunkId) -> bool {
         let Fetcher { cache, staging, .. } = &*self.fetcher;
-        cache.locations(id).iter().any(|place| {
-            if self.used.lock().ids.contains(&place.pack) {
+        cache.places(id).iter().any(|place| {
+            let pack = &place.frame.pack;
+            if self.used.lock().has(pack) {
                 return true;
             }
-            let lasting = staging.borrow(&place.pack) || cache.is_remote(&place.pack);
-            let pack = if lasting { cache.pack(&place.pack) } else { None };
+            let lasting = staging.borrow(pack) || cache.is_remote(pack);
+            let pack = if lasting { cache.pack(pack) } else { None };
             if let Some(pack) = pack {
                 self.used.lock().add(pack);
             }
@@ -265,48 +267,83 @@ impl Inner {
         })
     }
 
-    fn append(&self, id: ChunkId, frame: &[u8]) -> Result<(), StoreError> {
-        let full = {
-            let mut open = self.open.lock();
-            let writer = match &mut *open {
-                Some(writer) => writer,
-                empty => empty.insert(self.fetcher.staging.create()?),
-            };
-            writer.append(id, frame)?;
-            let full = writer.len() >= self.options.pack_target_bytes || !writer.has_room();
-            if full { open.take() } else { None }
-        };
+    /// Compresses a frame and writes it. Blocks.
+    fn write_group(&self, group: Group) -> Result<(), StoreError> {
+        self.compress(group.number, &group.plain, group.chunks)
+    }
+
+    fn compress(&self, number: u64, plain: &[u8], chunks: Vec<FrameChunk>) -> Result<(), StoreError> {
+        let frame = chunk::encode(plain, self.options.compression_level)?;
+        let mut full = Vec::new();
+        self.pipeline.hand_in(number, Framed { frame, chunks }, |framed| self.write(&framed, &mut full))?;
         // The sync happens outside the lock: others go on with the next pack.
-        if let Some(writer) = full {
-            let finished = writer.finish()?;
-            self.finished.lock().push(finished);
+        for writer in full {
+            self.finish_pack(writer)?;
         }
         Ok(())
     }
 
-    /// Publishes all packs and registers their locations. Blocks.
+    fn write(&self, framed: &Framed, full: &mut Vec<StagedPackWriter>) -> Result<(), StoreError> {
+        let Framed { frame, chunks } = framed;
+        let mut open = self.open.lock();
+        full.extend(open.take_if(|writer| !writer.has_room(frame.len(), chunks.len())));
+        let writer = match &mut *open {
+            Some(writer) => writer,
+            empty => empty.insert(self.fetcher.staging.create((self.options.nonce)())?),
+        };
+        writer.append(frame, chunks)?;
+        full.extend(open.take_if(|writer| writer.len() >= self.options.pack_target_bytes));
+        self.bytes_new.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        self.fetcher.counters.bytes_new.fetch_add(frame.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Completes a pack. Its places are registered at once: nobody else takes them for lasting before it is published, and
+    /// this ingest need not remember its chunks any longer.
+    fn finish_pack(&self, writer: StagedPackWriter) -> Result<(), StoreError> {
+        let finished = writer.finish()?;
+        self.fetcher.cache.register_pack(&finished.pack, &finished.frames);
+        self.used.lock().own.insert(finished.pack.id);
+        let chunks = finished.frames.iter().flat_map(|frame| frame.chunks.iter().map(|chunk| chunk.id));
+        self.pipeline.retire(chunks.collect());
+        self.finished.lock().push(finished);
+        Ok(())
+    }
+
+    /// Publishes all packs. Blocks.
     fn publish(&self) -> Result<Sealed, StoreError> {
-        let Fetcher { cache, staging, .. } = &*self.fetcher;
-        let mut finished = std::mem::take(&mut *self.finished.lock());
         if let Some(writer) = self.open.lock().take() {
-            finished.push(writer.finish()?);
+            self.finish_pack(writer)?;
         }
-        let new: Vec<_> = finished.iter().map(|pack| (pack.pack, pack.entries.clone())).collect();
-        staging.publish(&mut finished)?;
+        let mut finished = std::mem::take(&mut *self.finished.lock());
+        let new: Vec<PackRef> = finished.iter().map(|pack| pack.pack).collect();
+        if let Err(error) = self.fetcher.staging.publish(&mut finished) {
+            // Those that did not get their names: nobody will find them.
+            *self.finished.lock() = finished;
+            return Err(error.into());
+        }
         let mut used = std::mem::take(&mut *self.used.lock());
-        for (pack, entries) in &new {
-            cache.register_pack(pack, entries);
+        for pack in &new {
             used.add(*pack);
         }
         // Whoever puts into an image after this finds the ingest closed.
         self.fail("it is sealed");
         Ok(Sealed {
             packs: used.order,
-            new_packs: new.iter().map(|(pack, _)| pack.id).collect(),
+            new_packs: new.iter().map(|pack| pack.id).collect(),
             chunks_new: self.chunks_new.load(Ordering::Relaxed),
             chunks_deduplicated: self.chunks_deduplicated.load(Ordering::Relaxed),
             bytes_new: self.bytes_new.load(Ordering::Relaxed),
         })
+    }
+}
+
+impl Drop for Inner {
+    /// Packs that were registered and not published never will be.
+    fn drop(&mut self) {
+        for pack in self.finished.get_mut() {
+            self.fetcher.cache.forget_pack(&pack.pack.id);
+        }
     }
 }
 
@@ -322,102 +359,5 @@ impl Unfinished<'_> {
 impl Drop for Unfinished<'_> {
     fn drop(&mut self) {
         self.0.fail("a worker panicked");
-    }
-}
-
-/// Chunks put so far: `None` while one is being stored.
-type Changes = Mutex<BTreeMap<ChunkNo, Option<ChunkId>>>;
-
-/// Writes one image. May be shared by reference among tasks; [`ImageWriter::finish`] ends it.
-pub struct ImageWriter {
-    ingest: Arc<Inner>,
-    geometry: Result<Geometry, IndexError>,
-    mismatch: Option<&'static str>,
-    parent: Option<ImageReader>,
-    changes: Arc<Changes>,
-    workers: TaskTracker,
-}
-
-impl ImageWriter {
-    fn check(&self) -> Result<Geometry, StoreError> {
-        self.ingest.check()?;
-        if let Some(reason) = self.mismatch {
-            return Err(StoreError::ParentMismatch(reason));
-        }
-        Ok(self.geometry.clone()?)
-    }
-
-    /// Puts one chunk, in any order, from as many tasks as you like, but each chunk once. `plain` has the image's chunk
-    /// size, the last chunk maybe less. Returns when the chunk is in the pipeline, and waits while that is full; what goes
-    /// wrong later shows at a later call, [`ImageWriter::finish`] at the latest.
-    pub async fn put(&self, chunk: ChunkNo, plain: Bytes) -> Result<(), StoreError> {
-        let geometry = self.check()?;
-        let expected = geometry.chunk_len(chunk);
-        if expected != Some(plain.len()) {
-            let expected = expected.map(|len| len as u64);
-            return Err(StoreError::ChunkLength { chunk, actual: plain.len() as u64, expected });
-        }
-        let slot = Arc::clone(&self.ingest.options.slots).acquire_owned().await.expect("never closed");
-        if self.changes.lock().insert(chunk, None).is_some() {
-            let error = StoreError::ChunkTwice { chunk };
-            self.ingest.fail(&error);
-            return Err(error);
-        }
-        let (ingest, changes) = (Arc::clone(&self.ingest), Arc::clone(&self.changes));
-        let token = self.ingest.workers.token();
-        self.workers.spawn_blocking(move || {
-            let _held = (slot, token);
-            let unfinished = Unfinished(&ingest);
-            match ingest.store_now(Kind::Content, &plain) {
-                Ok(id) => {
-                    changes.lock().insert(chunk, Some(id));
-                }
-                Err(error) => ingest.fail(error),
-            }
-            unfinished.finished();
-        });
-        Ok(())
-    }
-
-    /// Waits for all chunks and writes the index: changed pages only, all others are shared with the parent.
-    pub async fn finish(self) -> Result<ImageRef, StoreError> {
-        let geometry = self.check()?;
-        self.workers.close();
-        self.workers.wait().await;
-        self.ingest.check()?;
-
-        let changes = std::mem::take(&mut *self.changes.lock());
-        let mut pages = HashMap::<usize, Vec<(usize, ChunkId)>>::new();
-        for (chunk, id) in changes {
-            let id = id.expect("a worker that stored nothing has failed the ingest");
-            let (page, slot) = index::slot(chunk);
-            pages.entry(page).or_default().push((slot, id));
-        }
-        let mut root = match &self.parent {
-            Some(parent) => parent.root().await?.to_vec(),
-            None => vec![ChunkId::ZERO; geometry.root_ids()],
-        };
-        let mut order: Vec<usize> = pages.keys().copied().collect();
-        order.sort_unstable();
-        for page in order {
-            let inherited = match &self.parent {
-                Some(parent) => parent.page(page).await?,
-                None => None,
-            };
-            let mut ids = inherited.map_or_else(|| vec![ChunkId::ZERO; FANOUT], |ids| ids.to_vec());
-            for (slot, id) in &pages[&page] {
-                ids[*slot] = *id;
-            }
-            root[page] = self.node(Level::Page, &ids).await?;
-        }
-        let root = self.node(Level::Root, &root).await?;
-        Ok(ImageRef { size_bytes: geometry.size_bytes(), chunk_size: geometry.chunk_size(), root })
-    }
-
-    async fn node(&self, level: Level, ids: &[ChunkId]) -> Result<ChunkId, StoreError> {
-        match index::encode_node(level, ids) {
-            Some(node) => self.ingest.store(Kind::Index, node).await,
-            None => Ok(ChunkId::ZERO),
-        }
     }
 }

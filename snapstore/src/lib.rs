@@ -50,6 +50,6 @@ pub use ingest::{ImageSpec, ImageWriter, Ingest, Sealed};
 pub use manifest::{BlobRef, HostFacts, ImageRef, Manifest, Shape};
 pub use pack::PackRef;
 pub use reader::{ChunkData, ImageReader, SnapshotReader};
-pub use stats::{RemoteUsage, StoreStats};
+pub use stats::{RemoteUsage, StoreStats, TierStats};
 pub use store::{Store, StoreConfig};
 pub use upload::UploadReport;

@@ -29,7 +29,7 @@ use crate::pack::{self, PackError, PackRef};
 pub const MAX_MANIFEST_BYTES: usize = 64 * 1024 * 1024;
 
 /// The version that this program writes, and the only one it reads.
-pub const MANIFEST_VERSION: u32 = 1;
+pub const MANIFEST_VERSION: u32 = 2;
 
 /// The most bytes of a small blob such as the device state.
 pub const MAX_BLOB_BYTES: u64 = 256 * 1024 * 1024;
@@ -269,6 +269,8 @@ mod wire {
         size_bytes: u64,
         #[prost(uint32, tag = "3")]
         chunks: u32,
+        #[prost(uint32, tag = "4")]
+        frames: u32,
     }
 
     impl From<&super::Manifest> for Manifest {
@@ -304,7 +306,12 @@ mod wire {
                 packs: m
                     .packs
                     .iter()
-                    .map(|p| Pack { id: p.id.as_bytes().to_vec(), size_bytes: p.size_bytes, chunks: p.chunks })
+                    .map(|p| Pack {
+                        id: p.id.as_bytes().to_vec(),
+                        size_bytes: p.size_bytes,
+                        chunks: p.chunks,
+                        frames: p.frames,
+                    })
                     .collect(),
                 working_set: m.working_set.clone(),
                 created_unix_ms: m.created_unix_ms,
@@ -371,7 +378,7 @@ mod wire {
 
     fn checked_pack(pack: Pack) -> Result<PackRef, ManifestError> {
         let id = PackId::from_slice(&pack.id).map_err(|e| ManifestError::field("packs", e))?;
-        let pack = PackRef { id, size_bytes: pack.size_bytes, chunks: pack.chunks };
+        let pack = PackRef { id, size_bytes: pack.size_bytes, frames: pack.frames, chunks: pack.chunks };
         pack::check_sizes(&pack).map_err(|e: PackError| ManifestError::field("packs", e))?;
         Ok(pack)
     }
@@ -401,7 +408,7 @@ mod tests {
                 kernel: "6.1.0".into(),
             },
             parent: Some(SnapshotId::from_random([5; 16])),
-            packs: vec![PackRef { id: PackId([6; 32]), size_bytes: 1000, chunks: 7 }],
+            packs: vec![PackRef { id: PackId([6; 32]), size_bytes: 1000, frames: 3, chunks: 7 }],
             working_set: vec![3, 1, 2],
             created_unix_ms: 1_700_000_000_000,
         }
@@ -458,8 +465,8 @@ mod tests {
         let mut long = bytes.to_vec();
         long.push(0);
         assert!(matches!(Manifest::decode(&long), Err(ManifestError::Length(_))));
-        let later = Manifest { version: 2, ..sample() };
-        assert_eq!(Manifest::decode(&later.encode()), Err(ManifestError::Version(2)));
+        let later = Manifest { version: 3, ..sample() };
+        assert_eq!(Manifest::decode(&later.encode()), Err(ManifestError::Version(3)));
         assert!(matches!(Manifest::decode(&vec![0; MAX_MANIFEST_BYTES + 1]), Err(ManifestError::Length(_))));
     }
 
@@ -486,7 +493,7 @@ mod tests {
     /// The stored form is a promise to every snapshot ever taken.
     #[test]
     fn golden_manifest() {
-        let golden = include_bytes!("../testdata/manifest-v1.bin");
+        let golden = include_bytes!("../testdata/manifest-v2.bin");
         assert_eq!(&sample().encode()[..], golden, "the manifest format has changed: that needs a new version");
         assert_eq!(Manifest::decode(golden), Ok(sample()));
     }

@@ -1,47 +1,56 @@
 //! Packs: many frames in one immutable object.
 //!
 //! ```text
-//!   0            8                                        footer                 size - 56        size
-//!   +------------+---------+---------+-- … --+------------+----------------------+----------------+
-//!   | "SYPACK"   | frame   | frame   |       | frame      | entry, 44 bytes each | trailer        |
-//!   | 0, version |         |         |       |            |                      |                |
-//!   +------------+---------+---------+-- … --+------------+----------------------+----------------+
+//!   0            8          24                                     footer            size - 56        size
+//!   +------------+----------+---------+---------+-- … --+---------+-----------------+----------------+
+//!   | "SYPACK"   | nonce    | frame   | frame   |       | frame   | one record each | trailer        |
+//!   | 0, version | 16 bytes |         |         |       |         |                 |                |
+//!   +------------+----------+---------+---------+-- … --+---------+-----------------+----------------+
 //!
-//!   entry:    chunk id (32) | offset u64 LE | length u32 LE
-//!   trailer:  pack size u64 LE | entries u32 LE | zero u32 | BLAKE3 of footer and the 16 bytes before (32) | "SYPKEND" version
+//!   record:   frame length u32 LE | chunks u32 LE | for each chunk in the frame: id (32) | plain length u32 LE
+//!   trailer:  pack size u64 LE | frames u32 LE | chunks u32 LE | BLAKE3 of footer and the 16 bytes before (32) | "SYPKEND" version
 //! ```
 //!
 //! Invariants:
 //! - a pack's id is the BLAKE3 of all its bytes, so an id never names two contents and a PUT may be repeated at will;
-//! - frames lie back to back in the order in which they were written, and entries say so in that order: a footer with a gap,
-//!   an overlap or a length over [`MAX_FRAME_BYTES`] is refused, whatever its checksum says;
-//! - the footer is checked by its own checksum, so the location of a chunk can be believed without reading the whole pack;
-//!   the content at that location is checked by the chunk's id.
+//! - no id is made twice: the nonce is random. So an id that was deleted never comes back, and whatever still speaks of it
+//!   (a cache, a request that was under way) cannot mean another pack;
+//! - frames lie back to back in the order of their records, and so do the chunks inside a frame: places are sums of lengths,
+//!   and a footer whose sums do not fill the pack, or whose lengths are over a cap, is refused, whatever its checksum says;
+//! - the footer is checked by its own checksum, so the place of a chunk can be believed without reading the whole pack;
+//!   the content at that place is checked by the chunk's id.
 //!
-//! A later version takes the next version byte, at both ends; old readers refuse it.
+//! A later version takes the next version byte, at both ends; readers refuse every version but their own by name.
 
-use bytes::{BufMut, Bytes, BytesMut};
+use bytes::{Buf, BufMut, Bytes, BytesMut};
 
-use crate::chunk::MAX_FRAME_BYTES;
+use crate::chunk::{MAX_FRAME_BYTES, MAX_PLAIN_BYTES};
 use crate::ids::{ChunkId, PackId};
 
 /// The most bytes of one pack: a writer stops far earlier, a reader refuses more.
 pub const MAX_PACK_BYTES: u64 = 256 * 1024 * 1024;
 
 /// The most chunks of one pack.
-pub const MAX_PACK_CHUNKS: u32 = 128 * 1024;
+pub const MAX_PACK_CHUNKS: u32 = 256 * 1024;
 
-const HEADER: &[u8; 8] = b"SYPACK\0\x01";
-const END: &[u8; 8] = b"SYPKEND\x01";
-const ENTRY_BYTES: usize = 44;
+const MAGIC: &[u8; 7] = b"SYPACK\0";
+const END: &[u8; 7] = b"SYPKEND";
+const VERSION: u8 = 2;
+const NONCE_BYTES: usize = 16;
+const HEADER_BYTES: usize = 8 + NONCE_BYTES;
+const RECORD_BYTES: usize = 8;
+const CHUNK_BYTES: usize = 36;
 const TRAILER_BYTES: usize = 56;
 
 /// Bytes that are not a pack, or not a footer of one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PackError {
-    /// Another magic or version.
-    #[error("not a pack of a version this program reads")]
+    /// Another magic.
+    #[error("not a pack")]
     NotAPack,
+    /// Written by another version of this program.
+    #[error("pack version {0} is not known")]
+    Version(u8),
     /// Sizes and counts do not fit together, or are over a cap.
     #[error("pack layout is impossible: {0}")]
     Layout(&'static str),
@@ -63,58 +72,98 @@ pub struct PackRef {
     pub id: PackId,
     /// Length of the whole pack, bytes.
     pub size_bytes: u64,
-    /// How many chunks it holds.
+    /// How many frames it holds.
+    pub frames: u32,
+    /// How many chunks these hold together.
     pub chunks: u32,
 }
 
-/// Where a pack holds a chunk's frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PackEntry {
-    /// The chunk.
-    pub chunk: ChunkId,
-    /// Where its frame starts, bytes from the start of the pack.
+/// Where a frame lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FramePlace {
+    /// The pack.
+    pub pack: PackId,
+    /// Where the frame starts, bytes from the start of the pack.
     pub offset: u64,
-    /// Length of its frame, bytes.
+    /// Length of the frame, bytes.
     pub len: u32,
 }
 
-/// Lays out one pack. Pure: the caller writes [`PackBuilder::HEADER`], then each appended frame, then the tail.
+impl FramePlace {
+    /// Its bytes in the pack.
+    pub fn range(&self) -> std::ops::Range<u64> {
+        self.offset..self.offset + u64::from(self.len)
+    }
+}
+
+/// A chunk inside a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FrameChunk {
+    /// The chunk.
+    pub id: ChunkId,
+    /// Its plain length, bytes.
+    pub len: u32,
+}
+
+/// A record of the footer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PackFrame {
+    /// Where the frame starts, bytes from the start of the pack.
+    pub offset: u64,
+    /// Length of the frame, bytes.
+    pub len: u32,
+    /// What it holds, in this order.
+    pub chunks: Vec<FrameChunk>,
+}
+
+impl PackFrame {
+    /// Where it lies, as a frame of `pack`.
+    pub fn place(&self, pack: &PackId) -> FramePlace {
+        FramePlace { pack: *pack, offset: self.offset, len: self.len }
+    }
+}
+
+/// Lays out one pack. Pure: the caller writes [`PackBuilder::header`], then each appended frame, then the tail.
 pub struct PackBuilder {
+    header: [u8; HEADER_BYTES],
     hasher: blake3::Hasher,
-    entries: Vec<PackEntry>,
+    frames: Vec<PackFrame>,
+    chunks: usize,
     offset: u64,
 }
 
-impl Default for PackBuilder {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
 impl PackBuilder {
-    /// The bytes every pack starts with.
-    pub const HEADER: &'static [u8] = HEADER;
-
-    /// An empty pack: its header is accounted for already.
-    pub fn new() -> Self {
+    /// An empty pack: its header is accounted for already. `nonce` must be random.
+    pub fn new(nonce: [u8; NONCE_BYTES]) -> Self {
+        let mut header = [0; HEADER_BYTES];
+        header[..7].copy_from_slice(MAGIC);
+        header[7] = VERSION;
+        header[8..].copy_from_slice(&nonce);
         let mut hasher = blake3::Hasher::new();
-        hasher.update(HEADER);
-        Self { hasher, entries: Vec::new(), offset: HEADER.len() as u64 }
+        hasher.update(&header);
+        Self { header, hasher, frames: Vec::new(), chunks: 0, offset: HEADER_BYTES as u64 }
     }
 
-    /// Takes note of a frame that is written next.
-    pub fn append(&mut self, chunk: ChunkId, frame: &[u8]) -> Result<(), PackError> {
-        let does_not_fit = PackError::DoesNotFit { bytes: frame.len() as u64 };
-        let len = match u32::try_from(frame.len()) {
-            Ok(len) if len > 0 && frame.len() <= MAX_FRAME_BYTES => len,
-            _ => return Err(does_not_fit),
-        };
-        let count = u32::try_from(self.entries.len()).map_err(|_| does_not_fit.clone())?;
-        if count >= MAX_PACK_CHUNKS || self.offset + u64::from(len) + tail_len(count + 1) > MAX_PACK_BYTES {
-            return Err(does_not_fit);
+    /// The bytes the pack starts with.
+    pub fn header(&self) -> &[u8] {
+        &self.header
+    }
+
+    /// Takes note of a frame that is written next, and of what it holds.
+    pub fn append(&mut self, frame: &[u8], chunks: &[FrameChunk]) -> Result<(), PackError> {
+        let does_not_fit = || PackError::DoesNotFit { bytes: frame.len() as u64 };
+        let len = u32::try_from(frame.len()).map_err(|_| does_not_fit())?;
+        if !frame_is_possible(len, chunks) {
+            return Err(does_not_fit());
+        }
+        let tail = tail_bytes(self.frames.len() + 1, self.chunks + chunks.len());
+        if self.chunks + chunks.len() > MAX_PACK_CHUNKS as usize || self.offset + u64::from(len) + tail > MAX_PACK_BYTES
+        {
+            return Err(does_not_fit());
         }
         self.hasher.update(frame);
-        self.entries.push(PackEntry { chunk, offset: self.offset, len });
+        self.frames.push(PackFrame { offset: self.offset, len, chunks: chunks.to_vec() });
+        self.chunks += chunks.len();
         self.offset += u64::from(len);
         Ok(())
     }
@@ -126,91 +175,99 @@ impl PackBuilder {
 
     /// Whether no frame was appended yet.
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.frames.is_empty()
     }
 
-    /// Whether one more frame of any length is sure to fit.
-    pub fn has_room(&self) -> bool {
-        let chunks = self.entries.len() as u64 + 1;
-        chunks < u64::from(MAX_PACK_CHUNKS)
-            && self.offset + MAX_FRAME_BYTES as u64 + chunks * ENTRY_BYTES as u64 + TRAILER_BYTES as u64
-                <= MAX_PACK_BYTES
+    /// Whether one more frame of this length, with so many chunks, fits.
+    pub fn has_room(&self, frame_bytes: usize, chunks: usize) -> bool {
+        let tail = tail_bytes(self.frames.len() + 1, self.chunks + chunks);
+        self.chunks + chunks <= MAX_PACK_CHUNKS as usize && self.offset + frame_bytes as u64 + tail <= MAX_PACK_BYTES
     }
 
     /// The bytes that end the pack, its name, and where everything lies.
-    pub fn finish(mut self) -> (PackRef, Vec<PackEntry>, Bytes) {
-        let chunks = u32::try_from(self.entries.len()).expect("append caps the entries");
-        let size_bytes = self.offset + tail_len(chunks);
-        let mut tail = BytesMut::with_capacity(usize::try_from(tail_len(chunks)).expect("capped"));
-        encode_entries(&self.entries, &mut tail);
+    pub fn finish(mut self) -> (PackRef, Vec<PackFrame>, Bytes) {
+        let count = |count: usize| u32::try_from(count).expect("append caps the chunks, and with them the frames");
+        let (frames, chunks) = (count(self.frames.len()), count(self.chunks));
+        let tail_len = tail_bytes(self.frames.len(), self.chunks);
+        let size_bytes = self.offset + tail_len;
+        let mut tail = BytesMut::with_capacity(usize::try_from(tail_len).expect("capped"));
+        encode_footer(&self.frames, &mut tail);
         tail.put_u64_le(size_bytes);
+        tail.put_u32_le(frames);
         tail.put_u32_le(chunks);
-        tail.put_u32_le(0);
         let checksum = blake3::hash(&tail);
         tail.put_slice(checksum.as_bytes());
         tail.put_slice(END);
+        tail.put_u8(VERSION);
         self.hasher.update(&tail);
         let id = PackId(*self.hasher.finalize().as_bytes());
-        (PackRef { id, size_bytes, chunks }, self.entries, tail.freeze())
+        (PackRef { id, size_bytes, frames, chunks }, self.frames, tail.freeze())
     }
 }
 
-/// Length of footer and trailer of a pack with this many chunks, bytes: what has to be read to know where its chunks are.
-pub fn tail_len(chunks: u32) -> u64 {
-    u64::from(chunks) * ENTRY_BYTES as u64 + TRAILER_BYTES as u64
+fn tail_bytes(frames: usize, chunks: usize) -> u64 {
+    (frames * RECORD_BYTES + chunks * CHUNK_BYTES + TRAILER_BYTES) as u64
+}
+
+fn frame_is_possible(len: u32, chunks: &[FrameChunk]) -> bool {
+    let plain: u64 = chunks.iter().map(|chunk| u64::from(chunk.len)).sum();
+    len > 0
+        && len as usize <= MAX_FRAME_BYTES
+        && !chunks.is_empty()
+        && chunks.iter().all(|chunk| chunk.len > 0)
+        && plain <= MAX_PLAIN_BYTES as u64
+}
+
+/// Length of footer and trailer of a pack, bytes: what has to be read to know where its chunks are.
+pub fn tail_len(pack: &PackRef) -> u64 {
+    tail_bytes(pack.frames as usize, pack.chunks as usize)
 }
 
 /// Reads the last [`tail_len`] bytes of the pack that `pack` names. What comes back agrees with `pack` and lies inside it.
-pub fn parse_tail(pack: &PackRef, tail: &[u8]) -> Result<Vec<PackEntry>, PackError> {
+pub fn parse_tail(pack: &PackRef, tail: &[u8]) -> Result<Vec<PackFrame>, PackError> {
     check_sizes(pack)?;
-    if tail.len() as u64 != tail_len(pack.chunks) {
+    if tail.len() as u64 != tail_len(pack) {
         return Err(PackError::Layout("the tail has another length"));
     }
     let (checked, rest) = tail.split_at(tail.len() - 40);
     let (checksum, end) = rest.split_at(32);
-    if end != END {
-        return Err(PackError::NotAPack);
-    }
+    check_end(end)?;
     if blake3::hash(checked).as_bytes() != checksum {
         return Err(PackError::Checksum);
     }
-    let (footer, numbers) = checked.split_at(checked.len() - 16);
-    let mut expected = BytesMut::with_capacity(16);
-    expected.put_u64_le(pack.size_bytes);
-    expected.put_u32_le(pack.chunks);
-    expected.put_u32_le(0);
-    if numbers != &expected[..] {
+    let (footer, mut numbers) = checked.split_at(checked.len() - 16);
+    if (numbers.get_u64_le(), numbers.get_u32_le(), numbers.get_u32_le()) != (pack.size_bytes, pack.frames, pack.chunks)
+    {
         return Err(PackError::Layout("the trailer belongs to another pack"));
     }
-    let entries = decode_entries(footer).ok_or(PackError::Layout("the footer is cut"))?;
-    let mut offset = HEADER.len() as u64;
-    for entry in &entries {
-        if entry.offset != offset {
-            return Err(PackError::Layout("frames do not lie back to back"));
-        }
-        if entry.len == 0 || entry.len as usize > MAX_FRAME_BYTES {
-            return Err(PackError::Layout("a frame's length is over the cap"));
-        }
-        offset += u64::from(entry.len);
+    let frames = decode_footer(footer).ok_or(PackError::Layout("the footer's records do not fit"))?;
+    if frames.iter().any(|frame| !frame_is_possible(frame.len, &frame.chunks)) {
+        return Err(PackError::Layout("a frame's length is over the cap"));
     }
-    if offset + tail_len(pack.chunks) != pack.size_bytes {
+    let end = frames.last().map_or(HEADER_BYTES as u64, |last| last.offset + u64::from(last.len));
+    let chunks: usize = frames.iter().map(|frame| frame.chunks.len()).sum();
+    if end + tail_len(pack) != pack.size_bytes || frames.len() != pack.frames as usize || chunks != pack.chunks as usize
+    {
         return Err(PackError::Layout("frames do not fill the pack"));
     }
-    Ok(entries)
+    Ok(frames)
+}
+
+fn check_end(end: &[u8]) -> Result<(), PackError> {
+    match end.strip_prefix(END) {
+        Some([VERSION]) => Ok(()),
+        Some([other]) => Err(PackError::Version(*other)),
+        _ => Err(PackError::NotAPack),
+    }
 }
 
 /// What a whole pack calls itself, for a file of which only the name is known: reads the trailer, checks nothing else.
-/// Give it the last 56 bytes at least.
+/// Give it the last [`PEEK_BYTES`] at least.
 pub fn peek(id: PackId, end_of_pack: &[u8]) -> Result<PackRef, PackError> {
-    let Some(trailer) = end_of_pack.last_chunk::<TRAILER_BYTES>() else {
-        return Err(PackError::NotAPack);
-    };
-    if !trailer.ends_with(END) {
-        return Err(PackError::NotAPack);
-    }
-    let (size, rest) = trailer.split_first_chunk::<8>().ok_or(PackError::NotAPack)?;
-    let chunks = rest.first_chunk::<4>().ok_or(PackError::NotAPack)?;
-    let pack = PackRef { id, size_bytes: u64::from_le_bytes(*size), chunks: u32::from_le_bytes(*chunks) };
+    let mut trailer: &[u8] = end_of_pack.last_chunk::<TRAILER_BYTES>().ok_or(PackError::NotAPack)?;
+    check_end(&trailer[TRAILER_BYTES - 8..])?;
+    let pack =
+        PackRef { id, size_bytes: trailer.get_u64_le(), frames: trailer.get_u32_le(), chunks: trailer.get_u32_le() };
     check_sizes(&pack)?;
     Ok(pack)
 }
@@ -220,10 +277,10 @@ pub const PEEK_BYTES: u64 = TRAILER_BYTES as u64;
 
 /// Whether the numbers of a pack's name can belong together at all.
 pub fn check_sizes(pack: &PackRef) -> Result<(), PackError> {
-    if pack.chunks > MAX_PACK_CHUNKS || pack.size_bytes > MAX_PACK_BYTES {
+    if pack.chunks > MAX_PACK_CHUNKS || pack.frames > pack.chunks || pack.size_bytes > MAX_PACK_BYTES {
         return Err(PackError::Layout("size or count is over the cap"));
     }
-    if pack.size_bytes < HEADER.len() as u64 + tail_len(pack.chunks) {
+    if pack.size_bytes < HEADER_BYTES as u64 + tail_len(pack) {
         return Err(PackError::Layout("shorter than its own footer"));
     }
     Ok(())
@@ -231,141 +288,41 @@ pub fn check_sizes(pack: &PackRef) -> Result<(), PackError> {
 
 /// Whether these bytes are exactly the pack of this id.
 pub fn is_whole(id: &PackId, bytes: &[u8]) -> bool {
-    bytes.starts_with(HEADER) && blake3::hash(bytes).as_bytes() == id.as_bytes()
+    bytes.starts_with(MAGIC) && blake3::hash(bytes).as_bytes() == id.as_bytes()
 }
 
-/// Entries as a footer holds them.
-pub fn encode_entries(entries: &[PackEntry], out: &mut BytesMut) {
-    for entry in entries {
-        out.put_slice(entry.chunk.as_bytes());
-        out.put_u64_le(entry.offset);
-        out.put_u32_le(entry.len);
+/// Records as a footer holds them.
+pub fn encode_footer(frames: &[PackFrame], out: &mut BytesMut) {
+    for frame in frames {
+        out.put_u32_le(frame.len);
+        out.put_u32_le(u32::try_from(frame.chunks.len()).expect("a pack caps its chunks"));
+        for chunk in &frame.chunks {
+            out.put_slice(chunk.id.as_bytes());
+            out.put_u32_le(chunk.len);
+        }
     }
 }
 
-/// The inverse of [`encode_entries`]; `None` when the length is no multiple of an entry's.
-pub fn decode_entries(footer: &[u8]) -> Option<Vec<PackEntry>> {
-    let (entries, rest) = footer.as_chunks::<ENTRY_BYTES>();
-    rest.is_empty().then(|| entries.iter().map(decode_entry).collect())
+/// The inverse of [`encode_footer`]; `None` when the records do not end where the bytes do.
+pub fn decode_footer(mut footer: &[u8]) -> Option<Vec<PackFrame>> {
+    let mut frames = Vec::new();
+    let mut offset = HEADER_BYTES as u64;
+    while !footer.is_empty() {
+        let (mut numbers, rest) = footer.split_at_checked(RECORD_BYTES)?;
+        let (len, count) = (numbers.get_u32_le(), numbers.get_u32_le() as usize);
+        let (chunks, rest) = rest.split_at_checked(count.checked_mul(CHUNK_BYTES)?)?;
+        let (chunks, _) = chunks.as_chunks::<CHUNK_BYTES>();
+        frames.push(PackFrame { offset, len, chunks: chunks.iter().map(decode_chunk).collect() });
+        offset += u64::from(len);
+        footer = rest;
+    }
+    Some(frames)
 }
 
-fn decode_entry(bytes: &[u8; ENTRY_BYTES]) -> PackEntry {
-    let mut chunk = [0; 32];
-    let mut offset = [0; 8];
-    let mut len = [0; 4];
-    chunk.copy_from_slice(&bytes[..32]);
-    offset.copy_from_slice(&bytes[32..40]);
-    len.copy_from_slice(&bytes[40..]);
-    PackEntry { chunk: ChunkId(chunk), offset: u64::from_le_bytes(offset), len: u32::from_le_bytes(len) }
+fn decode_chunk(bytes: &[u8; CHUNK_BYTES]) -> FrameChunk {
+    let (id, mut len) = bytes.split_at(32);
+    FrameChunk { id: ChunkId::from_slice(id).expect("32 bytes"), len: len.get_u32_le() }
 }
 
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn build(frames: &[Vec<u8>]) -> (PackRef, Vec<PackEntry>, Vec<u8>) {
-        let mut builder = PackBuilder::new();
-        let mut bytes = PackBuilder::HEADER.to_vec();
-        for (i, frame) in frames.iter().enumerate() {
-            builder.append(ChunkId([u8::try_from(i).expect("few"); 32]), frame).expect("fits");
-            bytes.extend_from_slice(frame);
-        }
-        let (pack, entries, tail) = builder.finish();
-        bytes.extend_from_slice(&tail);
-        (pack, entries, bytes)
-    }
-
-    fn tail_of<'a>(pack: &PackRef, bytes: &'a [u8]) -> &'a [u8] {
-        &bytes[bytes.len() - usize::try_from(tail_len(pack.chunks)).expect("small")..]
-    }
-
-    /// Rewrites the footer's checksum, so that only the check that is meant can refuse it.
-    fn reseal(tail: &mut [u8]) {
-        let split = tail.len() - 40;
-        let checksum = *blake3::hash(&tail[..split]).as_bytes();
-        tail[split..split + 32].copy_from_slice(&checksum);
-    }
-
-    proptest! {
-        #[test]
-        fn packs_round_trip(frames in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..100), 0..20)) {
-            let (pack, entries, bytes) = build(&frames);
-            prop_assert_eq!(bytes.len() as u64, pack.size_bytes);
-            prop_assert!(is_whole(&pack.id, &bytes));
-            prop_assert_eq!(peek(pack.id, &bytes).expect("own trailer"), pack);
-            let read = parse_tail(&pack, tail_of(&pack, &bytes)).expect("own tail");
-            prop_assert_eq!(&read, &entries);
-            for (entry, frame) in read.iter().zip(&frames) {
-                let start = usize::try_from(entry.offset).expect("small");
-                prop_assert_eq!(&bytes[start..start + entry.len as usize], &frame[..]);
-            }
-        }
-
-        #[test]
-        fn a_flipped_bit_in_the_tail_is_refused(at in any::<prop::sample::Index>(), bit in 0..8u8) {
-            let (pack, _, bytes) = build(&[vec![1; 10], vec![2; 20]]);
-            let mut tail = tail_of(&pack, &bytes).to_vec();
-            let at = at.index(tail.len());
-            tail[at] ^= 1 << bit;
-            prop_assert!(parse_tail(&pack, &tail).is_err());
-        }
-
-        #[test]
-        fn no_bytes_make_the_parsers_panic(
-            tail in prop::collection::vec(any::<u8>(), 0..400), size_bytes in any::<u64>(), chunks in any::<u32>(), few in 0..8u32
-        ) {
-            let id = PackId([0; 32]);
-            for chunks in [chunks, few] {
-                let _ = parse_tail(&PackRef { id, size_bytes, chunks }, &tail);
-                let mut tail = tail.clone();
-                let want = usize::try_from(tail_len(few)).expect("small");
-                tail.resize(want, 0);
-                tail[want - 8..].copy_from_slice(END);
-                reseal(&mut tail);
-                let _ = parse_tail(&PackRef { id, size_bytes, chunks: few }, &tail);
-                let _ = peek(id, &tail);
-            }
-        }
-    }
-
-    #[test]
-    fn impossible_layouts_are_refused_even_with_a_good_checksum() {
-        let (pack, _, bytes) = build(&[vec![1; 10], vec![2; 20]]);
-        let tail = tail_of(&pack, &bytes).to_vec();
-        let patch = |at: usize, with: &[u8]| {
-            let mut tail = tail.clone();
-            tail[at..at + with.len()].copy_from_slice(with);
-            reseal(&mut tail);
-            parse_tail(&pack, &tail)
-        };
-        assert!(patch(32, &9u64.to_le_bytes()).is_err(), "first frame starts late");
-        assert!(patch(40, &u32::MAX.to_le_bytes()).is_err(), "length over the cap");
-        assert!(patch(40, &0u32.to_le_bytes()).is_err(), "empty frame");
-        assert!(patch(84, &21u32.to_le_bytes()).is_err(), "runs into the footer");
-        assert!(patch(88, &1u64.to_le_bytes()).is_err(), "another pack size");
-        assert!(patch(96, &1u32.to_le_bytes()).is_err(), "another count");
-    }
-
-    #[test]
-    fn sizes_over_the_caps_are_refused() {
-        let id = PackId([0; 32]);
-        assert!(check_sizes(&PackRef { id, size_bytes: MAX_PACK_BYTES + 1, chunks: 1 }).is_err());
-        assert!(check_sizes(&PackRef { id, size_bytes: MAX_PACK_BYTES, chunks: u32::MAX }).is_err());
-        assert!(check_sizes(&PackRef { id, size_bytes: 100, chunks: 3 }).is_err());
-        let mut builder = PackBuilder::new();
-        assert!(builder.append(ChunkId::ZERO, &vec![0; MAX_FRAME_BYTES + 1]).is_err());
-        assert!(builder.append(ChunkId::ZERO, &[]).is_err());
-        assert!(builder.is_empty());
-    }
-
-    /// The stored form is a promise to every snapshot ever taken.
-    #[test]
-    fn golden_pack() {
-        let (pack, _, bytes) = build(&[b"first frame".to_vec(), b"second".to_vec()]);
-        let golden = include_bytes!("../testdata/pack-v1.bin");
-        assert_eq!(bytes, golden, "the pack format has changed: that needs a new version");
-        assert_eq!(pack.id.to_string(), include_str!("../testdata/pack-v1.id").trim());
-    }
-}
+mod tests;

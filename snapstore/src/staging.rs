@@ -27,8 +27,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bytes::Bytes;
 use parking_lot::Mutex;
 
-use crate::ids::{ChunkId, PackId};
-use crate::pack::{self, PackBuilder, PackEntry, PackError, PackRef};
+use crate::ids::PackId;
+use crate::pack::{self, FrameChunk, FramePlace, PackBuilder, PackError, PackFrame, PackRef};
 
 const SUFFIX: &str = ".pack";
 const TEMPORARY: &str = "tmp-";
@@ -132,13 +132,15 @@ impl Staging {
         }
     }
 
-    /// Starts a pack.
-    pub fn create(&self) -> Result<StagedPackWriter, StagingError> {
+    /// Starts a pack. `nonce` must be random.
+    pub fn create(&self, nonce: [u8; 16]) -> Result<StagedPackWriter, StagingError> {
         let path = self.dir.join(format!("{TEMPORARY}{}", self.next_temporary.fetch_add(1, Ordering::Relaxed)));
         let file = OpenOptions::new().write(true).create_new(true).open(&path).map_err(failed("create", &path))?;
         let temporary = Temporary(path);
-        let mut writer = StagedPackWriter { file, temporary, builder: PackBuilder::new() };
-        writer.write(PackBuilder::HEADER)?;
+        let builder = PackBuilder::new(nonce);
+        let header = builder.header().to_vec();
+        let mut writer = StagedPackWriter { file, temporary, builder };
+        writer.write(&header)?;
         Ok(writer)
     }
 
@@ -161,12 +163,12 @@ impl Staging {
         Ok(())
     }
 
-    /// A part of a published pack; `None` when it is not here.
-    pub fn read(&self, pack: &PackId, offset: u64, len: u32) -> Result<Option<Bytes>, StagingError> {
-        let path = self.path(pack);
-        let Some(file) = self.open_pack(&path, pack)? else { return Ok(None) };
-        let mut bytes = vec![0; len as usize];
-        file.read_exact_at(&mut bytes, offset).map_err(failed("read", &path))?;
+    /// A frame of a published pack; `None` when the pack is not here.
+    pub fn read(&self, place: &FramePlace) -> Result<Option<Bytes>, StagingError> {
+        let path = self.path(&place.pack);
+        let Some(file) = self.open_pack(&path, &place.pack)? else { return Ok(None) };
+        let mut bytes = vec![0; place.len as usize];
+        file.read_exact_at(&mut bytes, place.offset).map_err(failed("read", &path))?;
         Ok(Some(bytes.into()))
     }
 
@@ -180,7 +182,7 @@ impl Staging {
     }
 
     /// Name and footer of a published pack; `None` when it is not here.
-    pub fn footer(&self, pack: &PackId) -> Result<Option<(PackRef, Vec<PackEntry>)>, StagingError> {
+    pub fn footer(&self, pack: &PackId) -> Result<Option<(PackRef, Vec<PackFrame>)>, StagingError> {
         let path = self.path(pack);
         let Some(file) = self.open_pack(&path, pack)? else { return Ok(None) };
         let bad = |source| StagingError::Pack { path: path.clone(), source };
@@ -192,11 +194,11 @@ impl Staging {
         if named.size_bytes != size {
             return Err(bad(PackError::Layout("the file has another length")));
         }
-        let tail_len = pack::tail_len(named.chunks);
+        let tail_len = pack::tail_len(&named);
         let mut tail = vec![0; usize::try_from(tail_len).expect("peek caps the count")];
         file.read_exact_at(&mut tail, size - tail_len).map_err(failed("read", &path))?;
-        let entries = pack::parse_tail(&named, &tail).map_err(bad)?;
-        Ok(Some((named, entries)))
+        let frames = pack::parse_tail(&named, &tail).map_err(bad)?;
+        Ok(Some((named, frames)))
     }
 
     fn open_pack(&self, path: &Path, pack: &PackId) -> Result<Option<File>, StagingError> {
@@ -288,10 +290,10 @@ pub struct StagedPackWriter {
 }
 
 impl StagedPackWriter {
-    /// Writes a chunk's frame. After an error the pack must be dropped.
-    pub fn append(&mut self, chunk: ChunkId, frame: &[u8]) -> Result<(), StagingError> {
+    /// Writes a frame that holds these chunks. After an error the pack must be dropped.
+    pub fn append(&mut self, frame: &[u8], chunks: &[FrameChunk]) -> Result<(), StagingError> {
         let bad = |source| StagingError::Pack { path: self.temporary.0.clone(), source };
-        self.builder.append(chunk, frame).map_err(bad)?;
+        self.builder.append(frame, chunks).map_err(bad)?;
         self.write(frame)
     }
 
@@ -300,22 +302,22 @@ impl StagedPackWriter {
         self.builder.len()
     }
 
-    /// Whether no chunk is in it.
+    /// Whether no frame is in it.
     pub fn is_empty(&self) -> bool {
         self.builder.is_empty()
     }
 
-    /// Whether one more frame is sure to fit.
-    pub fn has_room(&self) -> bool {
-        self.builder.has_room()
+    /// Whether one more frame of this length, with so many chunks, fits.
+    pub fn has_room(&self, frame_bytes: usize, chunks: usize) -> bool {
+        self.builder.has_room(frame_bytes, chunks)
     }
 
     /// Completes the pack and syncs its content.
     pub fn finish(mut self) -> Result<FinishedPack, StagingError> {
-        let (pack, entries, tail) = std::mem::take(&mut self.builder).finish();
-        self.write(&tail)?;
+        let (pack, frames, tail) = self.builder.finish();
+        self.file.write_all(&tail).map_err(failed("write", &self.temporary.0))?;
         self.file.sync_data().map_err(failed("sync", &self.temporary.0))?;
-        Ok(FinishedPack { pack, entries, temporary: self.temporary })
+        Ok(FinishedPack { pack, frames, temporary: self.temporary })
     }
 
     fn write(&mut self, bytes: &[u8]) -> Result<(), StagingError> {
@@ -329,17 +331,18 @@ pub struct FinishedPack {
     /// Its name.
     pub pack: PackRef,
     /// Where its chunks lie.
-    pub entries: Vec<PackEntry>,
+    pub frames: Vec<PackFrame>,
     temporary: Temporary,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ids::ChunkId;
 
     fn staged(staging: &Staging, content: &[u8]) -> FinishedPack {
-        let mut writer = staging.create().expect("create");
-        writer.append(ChunkId([1; 32]), content).expect("append");
+        let mut writer = staging.create([1; 16]).expect("create");
+        writer.append(content, &[FrameChunk { id: ChunkId([1; 32]), len: 1 }]).expect("append");
         writer.finish().expect("finish")
     }
 
@@ -353,7 +356,7 @@ mod tests {
         let dir = dir.path().join("staging");
         let staging = Staging::open(&dir).expect("open");
         let finished = staged(&staging, b"published");
-        let (pack, entries) = (finished.pack, finished.entries.clone());
+        let (pack, frames) = (finished.pack, finished.frames.clone());
         assert!(!staging.contains(&pack.id));
         staging.publish(&mut vec![finished]).expect("publish");
         let forgotten = staged(&staging, b"never published");
@@ -365,13 +368,13 @@ mod tests {
         let staging = Staging::open(&dir).expect("open again");
         assert_eq!(staging.packs(), [pack.id]);
         assert_eq!(files(&dir), 1, "the temporary file is gone");
-        assert_eq!(staging.footer(&pack.id).expect("footer"), Some((pack, entries.clone())));
-        let read = staging.read(&pack.id, entries[0].offset, entries[0].len).expect("read");
+        assert_eq!(staging.footer(&pack.id).expect("footer"), Some((pack, frames.clone())));
+        let read = staging.read(&frames[0].place(&pack.id)).expect("read");
         assert_eq!(read.as_deref(), Some(b"published".as_slice()));
         assert!(pack::is_whole(&pack.id, &staging.read_all(&pack.id).expect("read").expect("there")));
         staging.remove(&pack.id).expect("remove");
         staging.remove(&pack.id).expect("remove again");
-        assert_eq!(staging.read(&pack.id, 8, 1).expect("gone"), None);
+        assert_eq!(staging.read(&frames[0].place(&pack.id)).expect("gone"), None);
         assert_eq!(files(&dir), 0);
     }
 
@@ -423,7 +426,7 @@ mod tests {
         for len in [0, 10, 100] {
             staging.tamper(&id, |bytes| bytes.truncate(len));
             assert!(staging.footer(&id).is_err(), "{len} bytes");
-            assert!(staging.read(&id, 8, 100).is_err());
+            assert!(staging.read(&FramePlace { pack: id, offset: 24, len: 100 }).is_err());
         }
     }
 }

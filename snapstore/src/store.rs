@@ -20,12 +20,12 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
-use crate::blob::{BlobCounters, BlobStore, Counted, MANIFESTS_PREFIX, PACKS_PREFIX, manifest_key};
+use crate::blob::{BlobCounters, BlobStore, Counted, Hedged, MANIFESTS_PREFIX, PACKS_PREFIX, manifest_key};
 use crate::blocking::blocking;
 use crate::cache::{CacheLimits, ChunkCache};
 use crate::clock::Clock;
 use crate::error::StoreError;
-use crate::fetch::{Fetcher, Scope};
+use crate::fetch::{FetchLimits, Fetcher, Scope};
 use crate::ids::{DomainKey, PackId, SnapshotId};
 use crate::ingest::{Ingest, IngestOptions, Sealed};
 use crate::manifest::{MAX_MANIFEST_BYTES, Manifest};
@@ -44,14 +44,20 @@ pub struct StoreConfig {
     pub pack_target_bytes: u64,
     /// zstd level of chunks.
     pub compression_level: i32,
-    /// Chunks that all ingests together have in flight: bounds their memory to this many chunks.
-    pub ingest_chunks_in_flight: usize,
-    /// Chunks looked for on this node at the same time.
+    /// Plain bytes that all ingests together have in flight.
+    pub ingest_bytes_in_flight: u64,
+    /// Threads that hash and compress, for all ingests together.
+    pub ingest_workers: usize,
+    /// Looks at this node, for a run of chunks each, at the same time.
     pub local_reads_at_once: usize,
-    /// Chunks fetched from the blob store at the same time.
+    /// Reads of the blob store at the same time.
     pub remote_reads_at_once: usize,
-    /// Memory limits of the cache.
+    /// Plain bytes of frames kept in memory, for those who read their neighbours next.
+    pub memory_bytes: u64,
+    /// Limits of the cache.
     pub cache: CacheLimits,
+    /// A random nonce for each pack.
+    pub nonce: fn() -> [u8; 16],
 }
 
 impl StoreConfig {
@@ -60,20 +66,22 @@ impl StoreConfig {
         Self {
             data_dir: data_dir.into(),
             pack_target_bytes: 16 << 20,
-            compression_level: 3,
-            ingest_chunks_in_flight: 64,
+            compression_level: 1,
+            ingest_bytes_in_flight: 32 << 20,
+            ingest_workers: std::thread::available_parallelism().map_or(2, std::num::NonZero::get),
             local_reads_at_once: 16,
             remote_reads_at_once: 64,
-            cache: CacheLimits { block_cache_bytes: 64 << 20, write_buffer_bytes: 64 << 20 },
+            memory_bytes: 32 << 20,
+            cache: CacheLimits { disk_bytes: 20 << 30, block_cache_bytes: 32 << 20, write_buffer_bytes: 32 << 20 },
+            nonce: || uuid::Uuid::new_v4().into_bytes(),
         }
     }
 }
 
 /// The store of one node.
 pub struct Store {
-    config: StoreConfig,
     fetcher: Arc<Fetcher>,
-    ingest_slots: Arc<Semaphore>,
+    ingest: IngestOptions,
     blob_counters: Arc<BlobCounters>,
     remote: Mutex<RemoteUsage>,
     /// One upload at a time: snapshots share packs, and each upload is parallel in itself.
@@ -97,15 +105,18 @@ impl Store {
         })
         .await?;
         let blob_counters = Arc::new(BlobCounters::default());
-        let blobs = Arc::new(Counted::new(blobs, Arc::clone(&blob_counters)));
-        let (local, remote) = (config.local_reads_at_once, config.remote_reads_at_once);
+        let blobs = Arc::new(Hedged::new(Arc::new(Counted::new(blobs, Arc::clone(&blob_counters)))));
+        let limits = FetchLimits {
+            local_at_once: config.local_reads_at_once,
+            remote_at_once: config.remote_reads_at_once,
+            memory_bytes: config.memory_bytes,
+        };
         Ok(Arc::new(Self {
-            fetcher: Fetcher::new(cache, staging, blobs, Arc::new(Counters::default()), local, remote),
-            ingest_slots: Arc::new(Semaphore::new(config.ingest_chunks_in_flight.max(1))),
+            fetcher: Fetcher::new(cache, staging, blobs, Arc::new(Counters::default()), limits),
+            ingest: ingest_options(&config),
             blob_counters,
             remote: Mutex::default(),
             uploading: tokio::sync::Mutex::new(()),
-            config,
             clock,
         }))
     }
@@ -119,12 +130,7 @@ impl Store {
                 tracing::warn!(%pack, %error, "no deduplication against a pack of the parent");
             }
         }
-        let options = IngestOptions {
-            pack_target_bytes: self.config.pack_target_bytes.clamp(1, pack::MAX_PACK_BYTES),
-            compression_level: self.config.compression_level,
-            slots: Arc::clone(&self.ingest_slots),
-        };
-        Ok(Ingest::new(Arc::clone(&self.fetcher), options, key, &packs))
+        Ok(Ingest::new(Arc::clone(&self.fetcher), self.ingest.clone(), key, &packs))
     }
 
     /// A reader of a stored snapshot. Fetches nothing yet; footers of packs are read when a chunk's place is not known.
@@ -217,8 +223,14 @@ impl Store {
             chunks_deduplicated: count(&counters.chunks_deduplicated),
             bytes_new: count(&counters.bytes_new),
             cache_bytes: cache.disk_bytes(),
+            cache_evicted_bytes: count(&cache.evictions().bytes),
+            cache_promoted: count(&cache.evictions().promoted),
             cache_hits: count(&counters.cache_hits),
             cache_misses: count(&counters.cache_misses),
+            tier_memory: counters.memory.stats(),
+            tier_disk: counters.disk.stats(),
+            tier_staged: counters.staged.stats(),
+            tier_blob: counters.blob.stats(),
             blob_gets: count(&blobs.gets),
             blob_puts: count(&blobs.puts),
             blob_bytes_read: count(&blobs.bytes_read),
@@ -241,14 +253,32 @@ impl Store {
     }
 }
 
-/// After the cache was lost, staged packs are still there: their chunks must be found again.
+fn ingest_options(config: &StoreConfig) -> IngestOptions {
+    let in_flight_kib = u32::try_from(config.ingest_bytes_in_flight / 1024).unwrap_or(u32::MAX).clamp(1, 1 << 24);
+    IngestOptions {
+        pack_target_bytes: config.pack_target_bytes.clamp(1, pack::MAX_PACK_BYTES),
+        compression_level: config.compression_level,
+        in_flight: Arc::new(Semaphore::new(in_flight_kib as usize)),
+        in_flight_kib,
+        workers: Arc::new(Semaphore::new(config.ingest_workers.max(1))),
+        nonce: config.nonce,
+    }
+}
+
+/// Staged packs are still there when the cache was lost: their chunks must be found again. And what the cache knows of packs
+/// that are neither staged nor away is of ingests that a crash ended.
 fn register_staged(cache: &ChunkCache, staging: &Staging) {
+    for pack in cache.registered() {
+        if !staging.contains(&pack) && !cache.is_remote(&pack) {
+            cache.forget_pack(&pack);
+        }
+    }
     for pack in staging.packs() {
         if cache.is_registered(&pack) {
             continue;
         }
         match staging.footer(&pack) {
-            Ok(Some((named, entries))) => cache.register_pack(&named, &entries),
+            Ok(Some((named, frames))) => cache.register_pack(&named, &frames),
             Ok(None) => {}
             Err(error) => tracing::error!(%pack, %error, "a staged pack cannot be read"),
         }

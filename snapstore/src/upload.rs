@@ -3,7 +3,7 @@
 //! ```text
 //!   for each pack of the manifest, a few at a time:
 //!     known to be there ────────────────────────────────> nothing to do
-//!     staged here ──> whole? ──> PUT ──> noted as there ──> staged file removed
+//!     staged here ──> whole? ──> PUT ──> its frames into the cache, noted as there ──> staged file removed
 //!     neither ──> HEAD: there ──> noted as there
 //!                       not there ──> error, nothing else can be done
 //!   then the manifest ──> PUT
@@ -12,8 +12,8 @@
 //! Invariants:
 //! - a manifest in the blob store names only packs that are there: it is written after all of them;
 //! - a staged file is removed only after the store answered that it has the whole pack;
-//! - a pack is checked against its id before it leaves, and repaired from the cache if it was damaged meanwhile: both hold
-//!   the same frames, and the id says whether the repair is exact.
+//! - a pack is checked against its id before it leaves;
+//! - until then the staged file is the node's copy, which nothing evicts; afterwards the cache has one, which it may.
 //!
 //! Crash or failure at any point: run it again. Packs that are there are found there; a PUT that may have happened is
 //! repeated, content and key being the same.
@@ -28,9 +28,9 @@ use crate::blob::{BlobError, PutMode, manifest_key, pack_key};
 use crate::blocking::blocking;
 use crate::error::StoreError;
 use crate::fetch::Fetcher;
-use crate::ids::{PackId, SnapshotId};
+use crate::ids::SnapshotId;
 use crate::manifest::Manifest;
-use crate::pack::{self, PackBuilder, PackRef};
+use crate::pack::{self, PackRef};
 
 /// Packs uploaded at the same time: bounds the memory to that many packs.
 const PACKS_AT_ONCE: usize = 3;
@@ -92,33 +92,35 @@ pub(crate) async fn upload(
 
 async fn upload_pack(fetcher: Arc<Fetcher>, pack: PackRef) -> Result<Uploaded, StoreError> {
     let look = Arc::clone(&fetcher);
-    let staged = blocking(move || -> Result<Option<Option<Bytes>>, StoreError> {
+    let staged = blocking(move || -> Result<Staged, StoreError> {
         if look.cache.is_remote(&pack.id) {
             // It may be staged still, when the last run ended between the two.
             look.staging.remove(&pack.id)?;
-            return Ok(Some(None));
+            return Ok(Staged::Away);
         }
         match look.staging.read_all(&pack.id)? {
-            None => Ok(None),
-            Some(bytes) if pack::is_whole(&pack.id, &bytes) => Ok(Some(Some(bytes))),
-            Some(bytes) => repair(&look, &pack.id, &bytes).map(|bytes| Some(Some(bytes))),
+            None => Ok(Staged::Nowhere),
+            Some(bytes) if pack::is_whole(&pack.id, &bytes) => Ok(Staged::Here(bytes)),
+            Some(_) => Err(StoreError::PackDamaged { pack: pack.id }),
         }
     });
     let key = pack_key(&pack.id);
-    let uploaded = match staged.await? {
-        Some(None) => return Ok(Uploaded::Before),
-        Some(Some(bytes)) => {
-            let len = bytes.len() as u64;
-            fetcher.blobs.put(&key, bytes, PutMode::Overwrite).await?;
-            Uploaded::Now(len)
+    let (uploaded, bytes) = match staged.await? {
+        Staged::Away => return Ok(Uploaded::Before),
+        Staged::Here(bytes) => {
+            fetcher.blobs.put(&key, bytes.clone(), PutMode::Overwrite).await?;
+            (Uploaded::Now(bytes.len() as u64), Some(bytes))
         }
-        None => match fetcher.blobs.head(&key).await {
-            Ok(len) if len == pack.size_bytes => Uploaded::Before,
+        Staged::Nowhere => match fetcher.blobs.head(&key).await {
+            Ok(len) if len == pack.size_bytes => (Uploaded::Before, None),
             Ok(_) | Err(BlobError::NotFound { .. }) => return Err(StoreError::PackMissing { pack: pack.id }),
             Err(error) => return Err(error.into()),
         },
     };
     blocking(move || {
+        if let Some(bytes) = bytes {
+            keep(&fetcher, &pack, &bytes);
+        }
         fetcher.cache.mark_remote(&pack.id);
         fetcher.staging.remove(&pack.id)
     })
@@ -126,29 +128,27 @@ async fn upload_pack(fetcher: Arc<Fetcher>, pack: PackRef) -> Result<Uploaded, S
     Ok(uploaded)
 }
 
-/// Puts a damaged pack together again from the frames in the cache. Blocks.
-fn repair(fetcher: &Fetcher, id: &PackId, damaged: &[u8]) -> Result<Bytes, StoreError> {
-    let lost = || StoreError::PackDamaged { pack: *id };
-    // Where the frames lie is known from the time when the pack was sealed.
-    let (named, entries) = fetcher.cache.footer(id).ok_or_else(lost)?;
-    let mut bytes = PackBuilder::HEADER.to_vec();
-    let mut builder = PackBuilder::new();
-    for entry in &entries {
-        let start = usize::try_from(entry.offset).map_err(|_| lost())?;
-        let staged = start.checked_add(entry.len as usize).and_then(|end| damaged.get(start..end));
-        let frame = match fetcher.cache.get(&entry.chunk) {
-            Some(frame) if frame.len() == entry.len as usize => frame,
-            _ => Bytes::copy_from_slice(staged.ok_or_else(lost)?),
-        };
-        builder.append(entry.chunk, &frame).map_err(|_| lost())?;
-        bytes.extend_from_slice(&frame);
+/// What this node has of a pack.
+enum Staged {
+    /// It is in the blob store.
+    Away,
+    /// The whole of it.
+    Here(Bytes),
+    Nowhere,
+}
+
+/// Puts a pack's frames into the cache. Blocks.
+fn keep(fetcher: &Fetcher, pack: &PackRef, bytes: &Bytes) {
+    let tail = bytes.len().saturating_sub(usize::try_from(pack::tail_len(pack)).unwrap_or(usize::MAX));
+    match pack::parse_tail(pack, &bytes[tail..]) {
+        Ok(frames) => {
+            fetcher.cache.register_pack(pack, &frames);
+            for frame in &frames {
+                let start = usize::try_from(frame.offset).expect("a pack is in memory");
+                fetcher.cache.put(&frame.place(&pack.id), &bytes[start..start + frame.len as usize]);
+            }
+        }
+        // Its bytes are the right ones, so the manifest says something else about it; readers will find out.
+        Err(error) => tracing::error!(pack = %pack.id, %error, "an uploaded pack is not as its manifest says"),
     }
-    let (pack, _, tail) = builder.finish();
-    bytes.extend_from_slice(&tail);
-    if pack.id != *id {
-        return Err(lost());
-    }
-    tracing::warn!(pack = %id, chunks = named.chunks, "a damaged staged pack was repaired from the cache");
-    fetcher.counters.bad_copies.fetch_add(1, Ordering::Relaxed);
-    Ok(bytes.into())
 }

@@ -110,6 +110,9 @@ pub struct UpArgs {
     /// Memory that snapshot images may occupy though no guest uses them, MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     pub idle_images_mib: u64,
+    /// Disk that the chunk cache may take, MiB; what is not uploaded yet is kept besides
+    #[arg(long, default_value_t = 20_480, value_name = "MIB", value_parser = clap::value_parser!(u64).range(16..))]
+    pub cache_mib: u64,
     /// Domain of the host names <port>-<id>.DOMAIN that clients are told; the proxy answers under any
     #[arg(long, default_value = "snapyard.localhost", value_name = "DOMAIN")]
     pub domain: String,

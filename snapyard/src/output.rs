@@ -282,9 +282,9 @@ fn share(part: u64, whole: u64) -> String {
     }
 }
 
-/// The three tables of `store stats`: the store, memory images, VMMs.
+/// The tables of `store stats`: the store, its read path, memory images, VMMs.
 pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
-    let store = stats.store.unwrap_or_default();
+    let store = stats.store.clone().unwrap_or_default();
     let seen = store.chunks_new + store.chunks_deduplicated;
     let known = share(store.chunks_deduplicated, seen);
     let reads = store.cache_hits + store.cache_misses;
@@ -299,13 +299,27 @@ pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
         ("chunks known here", store.chunks.to_string()),
         ("put since start", format!("{seen} chunks, {} known already ({known})", store.chunks_deduplicated)),
         ("new since start", format!("{} chunks, {} compressed", store.chunks_new, bytes(store.bytes_new))),
-        ("cache", format!("{}, {} hits of {reads} reads ({hit})", bytes(store.cache_bytes), store.cache_hits)),
+        ("chunks read", format!("{reads}, {} found here ({hit})", store.cache_hits)),
+        ("cache", format!("{}, {} dropped to make room", bytes(store.cache_bytes), bytes(store.cache_evicted_bytes))),
         ("object store", format!("{} objects, {}", store.s3_objects, bytes(store.s3_bytes))),
         ("read from it", format!("{} in {} requests", bytes(store.s3_bytes_read), store.s3_gets)),
         ("written to it", format!("{} in {} requests", bytes(store.s3_bytes_written), store.s3_puts)),
         ("packs to upload", store.packs_staged.to_string()),
         ("bad copies met", store.bad_copies.to_string()),
     ])];
+    if store.tiers.iter().any(|tier| tier.hits > 0) {
+        let mut tiers = plain_table(&["READ FROM", "READS", "BYTES", "P50 UNDER", "P99 UNDER"]);
+        for tier in &store.tiers {
+            tiers.add_row([
+                Cell::new(&tier.name),
+                Cell::new(tier.hits),
+                Cell::new(bytes(tier.bytes)),
+                Cell::new(format!("{} us", tier.p50_us)),
+                Cell::new(format!("{} us", tier.p99_us)),
+            ]);
+        }
+        tables.push(tiers);
+    }
     if !stats.images.is_empty() {
         let mut images = plain_table(&["MEMORY IMAGE OF", "SIZE", "FILLED", "", "GUESTS"]);
         for image in &stats.images {
@@ -341,7 +355,20 @@ pub fn stats_tables(stats: &NodeStats) -> Vec<Table> {
 
 /// `store stats` for programs; `reservations` are the scheduler's, for creates under way.
 pub fn stats_json(stats: &NodeStats, reservations: u32) -> Value {
-    let store = stats.store.unwrap_or_default();
+    let store = stats.store.clone().unwrap_or_default();
+    let tiers: Vec<Value> = store
+        .tiers
+        .iter()
+        .map(|tier| {
+            json!({
+                "name": tier.name,
+                "hits": tier.hits,
+                "bytes": tier.bytes,
+                "p50_us": tier.p50_us,
+                "p99_us": tier.p99_us,
+            })
+        })
+        .collect();
     let images: Vec<Value> = stats
         .images
         .iter()
@@ -397,6 +424,9 @@ pub fn stats_json(stats: &NodeStats, reservations: u32) -> Value {
             "s3_bytes": store.s3_bytes,
             "packs_staged": store.packs_staged,
             "bad_copies": store.bad_copies,
+            "cache_evicted_bytes": store.cache_evicted_bytes,
+            "cache_promoted": store.cache_promoted,
+            "tiers": tiers,
         },
     })
 }

@@ -217,6 +217,7 @@ fn node_config(
         max_sandboxes: args.max_sandboxes,
         fault_deadline: args.fault_deadline,
         idle_image_bytes: args.idle_images_mib << 20,
+        cache_bytes: args.cache_mib << 20,
         vmm_uid: args.vmm_uid,
     })
 }

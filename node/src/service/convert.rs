@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 
 use snapyard_proto::v1;
-use snapyard_snapstore::Shape;
 use snapyard_snapstore::catalog::{
     Idempotency, RemoteStatus, Resolved, SandboxFilter, SandboxRow, SandboxState, SnapshotFilter, SnapshotRow,
     TemplateRow,
 };
 use snapyard_snapstore::ids::{SandboxId, SnapshotId, TeamId};
+use snapyard_snapstore::{Shape, TierStats};
 use tonic::Status;
 
 use crate::node::State;
@@ -251,8 +251,26 @@ pub async fn stats(state: &State) -> Result<v1::NodeStats, Status> {
             s3_bytes: usage.bytes,
             packs_staged: store.packs_staged,
             bad_copies: store.bad_copies,
+            cache_evicted_bytes: store.cache_evicted_bytes,
+            cache_promoted: store.cache_promoted,
+            tiers: vec![
+                tier("memory", store.tier_memory),
+                tier("disk", store.tier_disk),
+                tier("staged", store.tier_staged),
+                tier("s3", store.tier_blob),
+            ],
         }),
     })
+}
+
+fn tier(name: &str, stats: TierStats) -> v1::TierStats {
+    v1::TierStats {
+        name: name.to_owned(),
+        hits: stats.hits,
+        bytes: stats.bytes,
+        p50_us: stats.p50_us,
+        p99_us: stats.p99_us,
+    }
 }
 
 /// What VMMs cost that are nobody's yet. One that has just ended costs nothing.

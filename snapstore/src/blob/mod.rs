@@ -1,8 +1,9 @@
 //! The blob store: where packs and manifests end up. One narrow seam, several implementations.
 //!
 //! ```text
-//!   Counted (statistics)          a decorator; stack it outermost
-//!     └─ S3Blobs | MemoryBlobs    one store each
+//!   Hedged (second requests)          a decorator
+//!     └─ Counted (statistics)         another
+//!          └─ S3Blobs | MemoryBlobs   one store each
 //! ```
 //!
 //! What every implementation promises (`conformance` checks it):
@@ -19,6 +20,7 @@ pub(crate) mod conformance;
 mod counted;
 #[cfg(test)]
 pub(crate) mod faulty;
+mod hedged;
 mod memory;
 mod s3;
 
@@ -29,6 +31,7 @@ use async_trait::async_trait;
 use bytes::Bytes;
 
 pub use counted::{BlobCounters, Counted};
+pub use hedged::Hedged;
 pub use memory::MemoryBlobs;
 pub use s3::{S3Blobs, S3Config};
 

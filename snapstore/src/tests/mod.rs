@@ -39,8 +39,8 @@ impl World {
     pub(super) async fn node(&self, dir: &Path) -> Arc<Store> {
         let config = StoreConfig {
             pack_target_bytes: 64 * 1024,
-            ingest_chunks_in_flight: 4,
-            cache: CacheLimits { block_cache_bytes: 1 << 20, write_buffer_bytes: 4 << 20 },
+            ingest_bytes_in_flight: 16 * 1024,
+            cache: CacheLimits { disk_bytes: 1 << 30, block_cache_bytes: 1 << 20, write_buffer_bytes: 4 << 20 },
             ..StoreConfig::new(dir)
         };
         Store::open(config, Arc::clone(&self.blobs) as _, Arc::new(ManualClock::new(77))).await.expect("open")

@@ -86,7 +86,7 @@ fn snapshots_are_listed_with_what_they_cost() {
 fn statistics_of_an_empty_node_divide_by_nothing() {
     let tables = stats_tables(&NodeStats::default());
     assert_eq!(tables.len(), 1);
-    assert!(render(&tables[0]).contains("0 hits of 0 reads (-)"));
+    assert!(render(&tables[0]).contains("0, 0 found here (-)"));
 }
 
 #[test]

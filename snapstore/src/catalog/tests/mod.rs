@@ -95,7 +95,7 @@ fn sandbox_id(text: &str) -> SandboxId {
 }
 
 fn pack(byte: u8) -> PackRef {
-    PackRef { id: PackId([byte; 32]), size_bytes: 1000, chunks: 10 }
+    PackRef { id: PackId([byte; 32]), size_bytes: 1000, frames: 2, chunks: 10 }
 }
 
 fn request(key: &str, digest: &str) -> Option<Idempotency> {
