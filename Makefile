@@ -56,7 +56,7 @@ demo: build ## the main job once, on a server of its own; figures in target/demo
 
 # Cheap gates first; pytest last, so that its summary closes the run.
 .PHONY: test
-test: setup-dev fmt deny advisories machete clippy doc build test-rust test-doc test-system ## every gate and every test
+test: setup-dev fmt deny advisories machete clippy doc build test-rust test-doc fuzz test-system ## every gate and every test
 
 .PHONY: fmt
 fmt: ## gate: formatting
@@ -93,6 +93,32 @@ test-rust: setup-dev ## tests of the crates
 .PHONY: test-doc
 test-doc: setup ## examples in the documentation
 	cargo test --release --locked --workspace --doc --quiet
+
+# A target directory of its own: everything is compiled with a sanitizer. What the fuzzer found worth keeping stays in the
+# cache and is where the next run begins. RUSTC_BOOTSTRAP: sanitizers are not in stable Rust.
+FUZZ_SECONDS ?= 10
+.PHONY: fuzz
+fuzz: export RUSTC_BOOTSTRAP := 1
+fuzz: setup-dev ## the stored formats fed with rubbish, FUZZ_SECONDS (10) each
+	@for target in frame index_node manifest pack_footer; do \
+	  corpus="$(SNAPYARD_CACHE)/fuzz/$$target"; mkdir -p "$$corpus"; \
+	  echo "fuzz $$target"; \
+	  CARGO_TARGET_DIR="$(SNAPYARD_CACHE)/target-fuzz" cargo fuzz run --fuzz-dir snapstore/fuzz "$$target" "$$corpus" -- \
+	    -max_total_time=$(FUZZ_SECONDS) -verbosity=0; \
+	done
+
+.PHONY: bench-images
+bench-images: build ## images of real guests for the benchmarks of the store (once per machine, two minutes)
+	"$(PYTHON)" benches/images.py
+
+.PHONY: bench-format
+bench-format: bench-images ## chunk sizes, frames and dictionaries compared: the table of docs/decisions/0004
+	"$(RELEASE)/store-bench" format --images "$(SNAPYARD_CACHE)/bench/images"
+
+.PHONY: bench-store
+bench-store: build ## the store beside borg, restic, casync, rustic, zstd and qemu-img; figures in target/bench/store.json
+	@deploy/setup.sh bench
+	"$(PYTHON)" benches/store.py
 
 .PHONY: test-system
 test-system: build ## whole-system tests: a running server, real guests, the public SDKs

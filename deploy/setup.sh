@@ -2,7 +2,8 @@
 # Installs what building, running and testing Snapyard needs on Debian 12, and nothing that is there already.
 #
 #   deploy/setup.sh          build and run: Debian packages, the Python environment of the SDKs
-#   deploy/setup.sh dev      the same, and the tools of the gates: cargo-nextest, cargo-deny, cargo-machete
+#   deploy/setup.sh dev      the same, and the tools of the gates: cargo-nextest, cargo-deny, cargo-machete,
+#                            cargo-fuzz
 #
 # Runs as root or with sudo (for apt only). Idempotent: with everything in place it takes a few tens of milliseconds.
 # Everything but Debian packages goes below ${SNAPYARD_CACHE:-$HOME/.cache/snapyard}:
@@ -87,3 +88,4 @@ cargo_tool() {
 command -v cargo-nextest >/dev/null || cargo_tool cargo-nextest 0.9.143
 command -v cargo-deny >/dev/null || cargo_tool cargo-deny 0.20.2
 command -v cargo-machete >/dev/null || cargo_tool cargo-machete 0.9.2
+command -v cargo-fuzz >/dev/null || cargo_tool cargo-fuzz 0.13.2
