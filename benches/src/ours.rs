@@ -5,7 +5,7 @@ use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::json;
@@ -282,6 +282,8 @@ pub async fn small_change(dir: &Path) -> Result<(), Error> {
         }
         let image = writer.finish().await?;
         let mut manifest = Arc::new(of_image(image, ingest.seal().await?.packs));
+        // At rest: the database is done with what the base brought.
+        tokio::time::sleep(Duration::from_secs(3)).await;
         let mut samples = Vec::new();
         for round in 1..=9_u64 {
             let began = Instant::now();

@@ -3,8 +3,10 @@
 //! ```text
 //!   column family   key                            value
 //!   p<n>, k<n>      pack id ‖ offset (BE)          frame            values in blob files; see `generations`
-//!   places          chunk id ‖ pack id             where in it      the frame's offset and length; the chunk's start, length
-//!   packs           'f' ‖ pack id                  size, footer     its places are registered, all of them
+//!   places          first half of a chunk's id     places           for each pack that holds it: pack id, the frame's
+//!                                                                   offset and length, the chunk's start and length
+//!   packs           'f' ‖ pack id                  size, counts     its places are registered, all of them
+//!                   't' ‖ pack id                  footer           the same the other way round: what the pack holds
 //!                   'r' ‖ pack id                  (empty)          the pack is known to be in the blob store
 //!   default         "format"                       version of this layout
 //! ```
@@ -24,28 +26,31 @@
 
 mod generations;
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
+use parking_lot::Mutex;
 use rocksdb::{
     BlockBasedOptions, BoundColumnFamily, Cache, ColumnFamilyDescriptor, DBCompressionType, DBWithThreadMode,
-    Direction, ErrorKind, IteratorMode, MultiThreaded, Options, ReadOptions, SliceTransform, WriteBatch,
+    Direction, ErrorKind, IteratorMode, MergeOperands, MultiThreaded, Options, WriteBatch,
 };
 
 use self::generations::{Evictions, Frames};
 
 use crate::chunk::{MAX_FRAME_BYTES, MAX_PLAIN_BYTES};
-use crate::ids::{ChunkId, PackId};
+use crate::ids::{PackId, ShortId};
 use crate::pack::{self, FramePlace, PackFrame, PackRef};
 
-const FORMAT: &[u8] = b"2";
+const FORMAT: &[u8] = b"5";
 const FORMAT_KEY: &[u8] = b"format";
 const PLACES: &str = "places";
 const PACKS: &str = "packs";
 const ID_BYTES: usize = 32;
-const PLACE_BYTES: usize = 20;
+const PLACE_BYTES: usize = ID_BYTES + 20;
+const PACK_ROW_BYTES: usize = 16;
 
 /// Values below this many bytes stay in the tree.
 const MIN_BLOB_BYTES: u64 = 512;
@@ -105,6 +110,8 @@ type Db = DBWithThreadMode<MultiThreaded>;
 pub struct ChunkCache {
     frames: Frames,
     db: Db,
+    /// One pack is registered or forgotten at a time: both change values that packs share.
+    registering: Mutex<()>,
     counters: CacheCounters,
 }
 
@@ -141,7 +148,7 @@ impl ChunkCache {
             None => db.put(FORMAT_KEY, FORMAT)?,
         }
         let frames = Frames::open(&db, &families, limits.disk_bytes, frames)?;
-        Ok(Some(Self { frames, db, counters: CacheCounters::default() }))
+        Ok(Some(Self { frames, db, registering: Mutex::new(()), counters: CacheCounters::default() }))
     }
 
     fn error(dir: &Path, reason: &dyn ToString) -> CacheError {
@@ -197,36 +204,33 @@ impl ChunkCache {
     }
 
     /// All known places of a chunk. Entries that cannot be right are left out.
-    pub fn places(&self, chunk: &ChunkId) -> Vec<Place> {
-        let mut options = ReadOptions::default();
-        options.set_prefix_same_as_start(true);
-        let from = IteratorMode::From(chunk.as_bytes(), Direction::Forward);
-        let mut found = Vec::new();
-        for row in self.db.iterator_cf_opt(&self.family(PLACES), options, from) {
-            match row {
-                Ok((key, value)) => found.extend(decode_place(chunk, &key, &value)),
-                Err(error) => {
-                    self.failed("places", &error);
-                    break;
-                }
+    pub fn places(&self, chunk: &ShortId) -> Vec<Place> {
+        match self.db.get_pinned_cf(&self.family(PLACES), chunk.0) {
+            Ok(value) => value.map(|value| decode_places(&value).collect()).unwrap_or_default(),
+            Err(error) => {
+                self.failed("places", &error);
+                Vec::new()
             }
         }
-        found
     }
 
     /// Notes where a pack holds its chunks, in one atomic write. Safe to repeat.
     pub fn register_pack(&self, pack: &PackRef, frames: &[PackFrame]) {
+        let _one = self.registering.lock();
         if self.is_registered(&pack.id) {
             return;
         }
         let mut batch = WriteBatch::default();
         for (chunk, place) in places_of(&pack.id, frames) {
-            let (key, value) = encode_place(&chunk, &place);
-            batch.put_cf(&self.family(PLACES), key, value);
+            batch.merge_cf(&self.family(PLACES), chunk.0, encode_place(&place));
         }
-        let mut row = BytesMut::with_capacity(8 + frames.len() * 8 + pack.chunks as usize * 36);
+        let mut footer = BytesMut::new();
+        pack::encode_footer(frames, &mut footer);
+        batch.put_cf(&self.family(PACKS), pack_row(b't', &pack.id), &footer);
+        let mut row = BytesMut::with_capacity(PACK_ROW_BYTES);
         row.put_u64_le(pack.size_bytes);
-        pack::encode_footer(frames, &mut row);
+        row.put_u32_le(pack.frames);
+        row.put_u32_le(pack.chunks);
         batch.put_cf(&self.family(PACKS), pack_row(b'f', &pack.id), &row);
         if let Err(error) = self.db.write(batch) {
             self.failed("register pack", &error);
@@ -235,32 +239,36 @@ impl ChunkCache {
 
     /// The pack as a manifest names it, if its places are registered.
     pub fn pack(&self, pack: &PackId) -> Option<PackRef> {
-        self.footer(pack).map(|(pack, _)| pack)
+        let row = self.row(b'f', pack)?;
+        let mut row: &[u8] = row.as_ref();
+        (row.len() == PACK_ROW_BYTES).then(|| PackRef {
+            id: *pack,
+            size_bytes: row.get_u64_le(),
+            frames: row.get_u32_le(),
+            chunks: row.get_u32_le(),
+        })
     }
 
     /// The pack and where it holds its chunks, if that is registered.
     pub fn footer(&self, pack: &PackId) -> Option<(PackRef, Vec<PackFrame>)> {
-        let row = match self.db.get_pinned_cf(&self.family(PACKS), pack_row(b'f', pack)) {
-            Ok(row) => row?,
+        let named = self.pack(pack)?;
+        let footer = self.row(b't', pack)?;
+        Some((named, pack::decode_footer(&footer)?))
+    }
+
+    fn row(&self, kind: u8, pack: &PackId) -> Option<Vec<u8>> {
+        match self.db.get_cf(&self.family(PACKS), pack_row(kind, pack)) {
+            Ok(row) => row,
             Err(error) => {
-                self.failed("footer", &error);
-                return None;
+                self.failed("look up pack", &error);
+                None
             }
-        };
-        let (size, footer) = row.split_first_chunk::<8>()?;
-        let frames = pack::decode_footer(footer)?;
-        let named = PackRef {
-            id: *pack,
-            size_bytes: u64::from_le_bytes(*size),
-            frames: u32::try_from(frames.len()).ok()?,
-            chunks: u32::try_from(frames.iter().map(|frame| frame.chunks.len()).sum::<usize>()).ok()?,
-        };
-        Some((named, frames))
+        }
     }
 
     /// Whether the pack's places are registered.
     pub fn is_registered(&self, pack: &PackId) -> bool {
-        self.has_row(b'f', pack)
+        self.row(b'f', pack).is_some()
     }
 
     /// All packs whose places are registered.
@@ -273,14 +281,21 @@ impl ChunkCache {
     /// Forgets a pack that is gone: its places, its footer, and that it was in the blob store. Its frames are asked for by
     /// nobody then, and go with their generation. Safe to repeat.
     pub fn forget_pack(&self, pack: &PackId) {
+        let _one = self.registering.lock();
         let mut batch = WriteBatch::default();
-        for frame in self.footer(pack).map(|(_, frames)| frames).unwrap_or_default() {
-            for chunk in &frame.chunks {
-                batch.delete_cf(&self.family(PLACES), place_key(&chunk.id, pack));
+        let frames = self.footer(pack).map(|(_, frames)| frames).unwrap_or_default();
+        let chunks: HashSet<ShortId> = frames.iter().flat_map(|frame| &frame.content.chunks).copied().collect();
+        for chunk in chunks {
+            let others: Vec<u8> =
+                self.places(&chunk).iter().filter(|place| place.frame.pack != *pack).flat_map(encode_place).collect();
+            match others.is_empty() {
+                true => batch.delete_cf(&self.family(PLACES), chunk.0),
+                false => batch.put_cf(&self.family(PLACES), chunk.0, others),
             }
         }
-        batch.delete_cf(&self.family(PACKS), pack_row(b'f', pack));
-        batch.delete_cf(&self.family(PACKS), pack_row(b'r', pack));
+        for kind in *b"ftr" {
+            batch.delete_cf(&self.family(PACKS), pack_row(kind, pack));
+        }
         if let Err(error) = self.db.write(batch) {
             self.failed("forget pack", &error);
         }
@@ -295,17 +310,7 @@ impl ChunkCache {
 
     /// Whether the pack is known to be in the blob store.
     pub fn is_remote(&self, pack: &PackId) -> bool {
-        self.has_row(b'r', pack)
-    }
-
-    fn has_row(&self, kind: u8, pack: &PackId) -> bool {
-        match self.db.get_pinned_cf(&self.family(PACKS), pack_row(kind, pack)) {
-            Ok(row) => row.is_some(),
-            Err(error) => {
-                self.failed("look up pack", &error);
-                false
-            }
-        }
+        self.row(b'r', pack).is_some()
     }
 
     /// Bytes on disk: tables and blob files. Unflushed writes are not in it.
@@ -320,7 +325,7 @@ impl ChunkCache {
         &self.frames.evictions
     }
 
-    /// RocksDB's estimate of how many chunks have a known place; a chunk in two packs counts twice.
+    /// RocksDB's estimate of how many chunks have a known place.
     pub fn known_chunks(&self) -> u64 {
         let rows = self.db.property_int_value_cf(&self.family(PLACES), c"rocksdb.estimate-num-keys");
         rows.ok().flatten().unwrap_or(0)
@@ -407,8 +412,9 @@ fn open_db(
     // An ingest asks for every chunk that it has not seen, and mostly gets no for an answer: from the filters.
     let mut places = base_options();
     places.set_block_based_table_factory(&table(memory, true));
-    places.set_prefix_extractor(SliceTransform::create_fixed_prefix(ID_BYTES));
+    places.set_memtable_whole_key_filtering(true);
     places.set_memtable_prefix_bloom_ratio(0.05);
+    places.set_merge_operator_associative("append", append);
 
     let mut packs = base_options();
     packs.set_block_based_table_factory(&table(memory, false));
@@ -420,16 +426,11 @@ fn open_db(
 }
 
 /// Every chunk of a pack with its place.
-pub fn places_of<'a>(pack: &PackId, frames: &'a [PackFrame]) -> impl Iterator<Item = (ChunkId, Place)> + use<'a> {
+pub fn places_of<'a>(pack: &PackId, frames: &'a [PackFrame]) -> impl Iterator<Item = (ShortId, Place)> + use<'a> {
     let pack = *pack;
     frames.iter().flat_map(move |frame| {
         let place = frame.place(&pack);
-        let mut start = 0;
-        frame.chunks.iter().map(move |chunk| {
-            let found = Place { frame: place, start, len: chunk.len };
-            start += chunk.len;
-            (chunk.id, found)
-        })
+        frame.content.places().map(move |(chunk, start, len)| (chunk, Place { frame: place, start, len }))
     })
 }
 
@@ -447,33 +448,38 @@ fn frame_key(place: &FramePlace) -> [u8; ID_BYTES + 8] {
     key
 }
 
-fn place_key(chunk: &ChunkId, pack: &PackId) -> [u8; 2 * ID_BYTES] {
-    let mut key = [0; 2 * ID_BYTES];
-    key[..ID_BYTES].copy_from_slice(chunk.as_bytes());
-    key[ID_BYTES..].copy_from_slice(pack.as_bytes());
-    key
-}
-
-fn encode_place(chunk: &ChunkId, place: &Place) -> ([u8; 2 * ID_BYTES], [u8; PLACE_BYTES]) {
+fn encode_place(place: &Place) -> [u8; PLACE_BYTES] {
     let mut value = [0; PLACE_BYTES];
-    value[..8].copy_from_slice(&place.frame.offset.to_le_bytes());
-    value[8..12].copy_from_slice(&place.frame.len.to_le_bytes());
-    value[12..16].copy_from_slice(&place.start.to_le_bytes());
-    value[16..].copy_from_slice(&place.len.to_le_bytes());
-    (place_key(chunk, &place.frame.pack), value)
+    value[..ID_BYTES].copy_from_slice(place.frame.pack.as_bytes());
+    let mut rest = &mut value[ID_BYTES..];
+    rest.put_u64_le(place.frame.offset);
+    rest.put_u32_le(place.frame.len);
+    rest.put_u32_le(place.start);
+    rest.put_u32_le(place.len);
+    value
 }
 
-fn decode_place(chunk: &ChunkId, key: &[u8], mut value: &[u8]) -> Option<Place> {
-    let pack = PackId::from_slice(key.strip_prefix(chunk.as_bytes().as_slice())?).ok()?;
-    if value.len() != PLACE_BYTES {
-        return None;
-    }
-    let frame = FramePlace { pack, offset: value.get_u64_le(), len: value.get_u32_le() };
-    let place = Place { frame, start: value.get_u32_le(), len: value.get_u32_le() };
+fn decode_places(value: &[u8]) -> impl Iterator<Item = Place> + use<'_> {
+    let (places, _) = value.as_chunks::<PLACE_BYTES>();
+    places.iter().filter_map(decode_place)
+}
+
+fn decode_place(value: &[u8; PLACE_BYTES]) -> Option<Place> {
+    let (pack, mut rest) = value.split_at(ID_BYTES);
+    let pack = PackId::from_slice(pack).ok()?;
+    let frame = FramePlace { pack, offset: rest.get_u64_le(), len: rest.get_u32_le() };
+    let place = Place { frame, start: rest.get_u32_le(), len: rest.get_u32_le() };
     let end = frame.offset.checked_add(u64::from(frame.len))?;
     let possible = frame.len > 0 && frame.len as usize <= MAX_FRAME_BYTES && end <= pack::MAX_PACK_BYTES;
     let inside = u64::from(place.start) + u64::from(place.len) <= MAX_PLAIN_BYTES as u64;
     (possible && inside && place.len > 0).then_some(place)
+}
+
+/// RocksDB's way of adding to a value without reading it: places of a chunk are appended to those that there are.
+fn append(_: &[u8], existing: Option<&[u8]>, added: &MergeOperands) -> Option<Vec<u8>> {
+    let mut all = existing.map(<[u8]>::to_vec).unwrap_or_default();
+    added.iter().for_each(|places| all.extend_from_slice(places));
+    Some(all)
 }
 
 #[cfg(test)]

@@ -152,7 +152,7 @@ impl Fetcher {
         scope: &Arc<Scope>,
         ids: Vec<ChunkId>,
     ) -> Result<Vec<Bytes>, ReadError> {
-        let searches = ids.into_iter().map(Search::new).collect();
+        let searches: Vec<Search> = ids.into_iter().map(Search::new).collect();
         let searches = self.look_here(scope, searches).await;
         let here = searches.iter().filter(|search| search.found.is_some()).count() as u64;
         let missing = searches.len() as u64 - here;

@@ -114,7 +114,17 @@ impl ChunkId {
     pub fn is_zero(&self) -> bool {
         *self == Self::ZERO
     }
+
+    /// The first half.
+    pub fn short(&self) -> ShortId {
+        ShortId(*self.0.first_chunk().expect("16 of 32 bytes"))
+    }
 }
+
+/// The first 16 bytes of a chunk's id, by which it is looked up: enough that no two chunks of a store ever share them, and
+/// half the index. What is found by it is checked against the whole id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ShortId(pub [u8; 16]);
 
 hash_id!(
     /// A pack: BLAKE3-256 (unkeyed) of all bytes of the pack.

@@ -42,7 +42,7 @@ use crate::error::StoreError;
 use crate::fetch::Fetcher;
 use crate::ids::{ChunkId, DomainKey, PackId};
 use crate::manifest::{BLOB_PIECE_BYTES, BlobRef, MAX_BLOB_BYTES};
-use crate::pack::{FrameChunk, PackRef};
+use crate::pack::{Content, PackRef};
 use crate::reader::ImageReader;
 use crate::staging::{FinishedPack, StagedPackWriter};
 
@@ -232,7 +232,7 @@ impl Inner {
         let known = self.is_known(&id);
         if self.pipeline.settle(id, known) {
             let len = u32::try_from(plain.len()).expect("pieces and nodes are small");
-            self.compress(self.pipeline.number_of_frame(), plain, vec![FrameChunk { id, len }])?;
+            self.compress(self.pipeline.number_of_frame(), plain, Content::single(id.short(), len))?;
             self.count(kind, 1, 0);
         } else {
             self.count(kind, 0, 1);
@@ -253,7 +253,7 @@ impl Inner {
     /// Whether a pack that is sure to last holds the chunk; if so, the pack is now used.
     fn is_known(&self, id: &ChunkId) -> bool {
         let Fetcher { cache, staging, .. } = &*self.fetcher;
-        cache.places(id).iter().any(|place| {
+        cache.places(&id.short()).iter().any(|place| {
             let pack = &place.frame.pack;
             if self.used.lock().has(pack) {
                 return true;
@@ -269,13 +269,13 @@ impl Inner {
 
     /// Compresses a frame and writes it. Blocks.
     fn write_group(&self, group: Group) -> Result<(), StoreError> {
-        self.compress(group.number, &group.plain, group.chunks)
+        self.compress(group.number, &group.plain, group.content)
     }
 
-    fn compress(&self, number: u64, plain: &[u8], chunks: Vec<FrameChunk>) -> Result<(), StoreError> {
+    fn compress(&self, number: u64, plain: &[u8], content: Content) -> Result<(), StoreError> {
         let frame = chunk::encode(plain, self.options.compression_level)?;
         let mut full = Vec::new();
-        self.pipeline.hand_in(number, Framed { frame, chunks }, |framed| self.write(&framed, &mut full))?;
+        self.pipeline.hand_in(number, Framed { frame, content }, |framed| self.write(framed, &mut full))?;
         // The sync happens outside the lock: others go on with the next pack.
         for writer in full {
             self.finish_pack(writer)?;
@@ -283,15 +283,15 @@ impl Inner {
         Ok(())
     }
 
-    fn write(&self, framed: &Framed, full: &mut Vec<StagedPackWriter>) -> Result<(), StoreError> {
-        let Framed { frame, chunks } = framed;
+    fn write(&self, framed: Framed, full: &mut Vec<StagedPackWriter>) -> Result<(), StoreError> {
+        let Framed { frame, content } = framed;
         let mut open = self.open.lock();
-        full.extend(open.take_if(|writer| !writer.has_room(frame.len(), chunks.len())));
+        full.extend(open.take_if(|writer| !writer.has_room(frame.len(), content.chunks.len())));
         let writer = match &mut *open {
             Some(writer) => writer,
             empty => empty.insert(self.fetcher.staging.create((self.options.nonce)())?),
         };
-        writer.append(frame, chunks)?;
+        writer.append(&frame, content)?;
         full.extend(open.take_if(|writer| writer.len() >= self.options.pack_target_bytes));
         self.bytes_new.fetch_add(frame.len() as u64, Ordering::Relaxed);
         self.fetcher.counters.bytes_new.fetch_add(frame.len() as u64, Ordering::Relaxed);
@@ -304,8 +304,7 @@ impl Inner {
         let finished = writer.finish()?;
         self.fetcher.cache.register_pack(&finished.pack, &finished.frames);
         self.used.lock().own.insert(finished.pack.id);
-        let chunks = finished.frames.iter().flat_map(|frame| frame.chunks.iter().map(|chunk| chunk.id));
-        self.pipeline.retire(chunks.collect());
+        self.pipeline.retire(finished.frames.iter().flat_map(|frame| &frame.content.chunks).copied().collect());
         self.finished.lock().push(finished);
         Ok(())
     }

@@ -7,7 +7,8 @@
 //!   | 0, version | 16 bytes |         |         |       |         |                 |                |
 //!   +------------+----------+---------+---------+-- … --+---------+-----------------+----------------+
 //!
-//!   record:   frame length u32 LE | chunks u32 LE | for each chunk in the frame: id (32) | plain length u32 LE
+//!   record:   frame length u32 LE | chunks u32 LE | plain length of each chunk but the last, and of the last, u32 LE each
+//!             | for each chunk: first half of its id (16)
 //!   trailer:  pack size u64 LE | frames u32 LE | chunks u32 LE | BLAKE3 of footer and the 16 bytes before (32) | "SYPKEND" version
 //! ```
 //!
@@ -17,6 +18,7 @@
 //!   (a cache, a request that was under way) cannot mean another pack;
 //! - frames lie back to back in the order of their records, and so do the chunks inside a frame: places are sums of lengths,
 //!   and a footer whose sums do not fill the pack, or whose lengths are over a cap, is refused, whatever its checksum says;
+//! - the chunks of a frame are equally long, but for the last one, which may be shorter;
 //! - the footer is checked by its own checksum, so the place of a chunk can be believed without reading the whole pack;
 //!   the content at that place is checked by the chunk's id.
 //!
@@ -25,7 +27,7 @@
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 use crate::chunk::{MAX_FRAME_BYTES, MAX_PLAIN_BYTES};
-use crate::ids::{ChunkId, PackId};
+use crate::ids::{PackId, ShortId};
 
 /// The most bytes of one pack: a writer stops far earlier, a reader refuses more.
 pub const MAX_PACK_BYTES: u64 = 256 * 1024 * 1024;
@@ -38,8 +40,8 @@ const END: &[u8; 7] = b"SYPKEND";
 const VERSION: u8 = 2;
 const NONCE_BYTES: usize = 16;
 const HEADER_BYTES: usize = 8 + NONCE_BYTES;
-const RECORD_BYTES: usize = 8;
-const CHUNK_BYTES: usize = 36;
+const RECORD_BYTES: usize = 16;
+const CHUNK_BYTES: usize = 16;
 const TRAILER_BYTES: usize = 56;
 
 /// Bytes that are not a pack, or not a footer of one.
@@ -96,13 +98,36 @@ impl FramePlace {
     }
 }
 
-/// A chunk inside a frame.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct FrameChunk {
-    /// The chunk.
-    pub id: ChunkId,
-    /// Its plain length, bytes.
-    pub len: u32,
+/// What a frame holds: chunks back to back, equally long but for the last one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Content {
+    /// Plain length of each chunk but the last, bytes; of a single chunk, its own.
+    pub chunk_len: u32,
+    /// Plain length of the last chunk, bytes: not more than the others'.
+    pub last_len: u32,
+    /// The chunks.
+    pub chunks: Vec<ShortId>,
+}
+
+impl Content {
+    /// Of one chunk.
+    pub fn single(chunk: ShortId, len: u32) -> Self {
+        Self { chunk_len: len, last_len: len, chunks: vec![chunk] }
+    }
+
+    /// Each chunk, with where it starts in the frame's plain content and how long it is there, bytes.
+    pub fn places(&self) -> impl Iterator<Item = (ShortId, u32, u32)> + use<'_> {
+        let last = self.chunks.len() - 1;
+        self.chunks.iter().enumerate().map(move |(number, chunk)| {
+            let start = u32::try_from(number).expect("a pack caps its chunks") * self.chunk_len;
+            (*chunk, start, if number == last { self.last_len } else { self.chunk_len })
+        })
+    }
+
+    /// Plain length of the whole frame, bytes.
+    pub fn plain_len(&self) -> u64 {
+        (self.chunks.len() as u64 - 1) * u64::from(self.chunk_len) + u64::from(self.last_len)
+    }
 }
 
 /// A record of the footer.
@@ -112,8 +137,8 @@ pub struct PackFrame {
     pub offset: u64,
     /// Length of the frame, bytes.
     pub len: u32,
-    /// What it holds, in this order.
-    pub chunks: Vec<FrameChunk>,
+    /// What it holds.
+    pub content: Content,
 }
 
 impl PackFrame {
@@ -150,20 +175,20 @@ impl PackBuilder {
     }
 
     /// Takes note of a frame that is written next, and of what it holds.
-    pub fn append(&mut self, frame: &[u8], chunks: &[FrameChunk]) -> Result<(), PackError> {
+    pub fn append(&mut self, frame: &[u8], content: Content) -> Result<(), PackError> {
         let does_not_fit = || PackError::DoesNotFit { bytes: frame.len() as u64 };
         let len = u32::try_from(frame.len()).map_err(|_| does_not_fit())?;
-        if !frame_is_possible(len, chunks) {
+        if !frame_is_possible(len, &content) {
             return Err(does_not_fit());
         }
-        let tail = tail_bytes(self.frames.len() + 1, self.chunks + chunks.len());
-        if self.chunks + chunks.len() > MAX_PACK_CHUNKS as usize || self.offset + u64::from(len) + tail > MAX_PACK_BYTES
-        {
+        let chunks = content.chunks.len();
+        let tail = tail_bytes(self.frames.len() + 1, self.chunks + chunks);
+        if self.chunks + chunks > MAX_PACK_CHUNKS as usize || self.offset + u64::from(len) + tail > MAX_PACK_BYTES {
             return Err(does_not_fit());
         }
         self.hasher.update(frame);
-        self.frames.push(PackFrame { offset: self.offset, len, chunks: chunks.to_vec() });
-        self.chunks += chunks.len();
+        self.frames.push(PackFrame { offset: self.offset, len, content });
+        self.chunks += chunks;
         self.offset += u64::from(len);
         Ok(())
     }
@@ -209,13 +234,15 @@ fn tail_bytes(frames: usize, chunks: usize) -> u64 {
     (frames * RECORD_BYTES + chunks * CHUNK_BYTES + TRAILER_BYTES) as u64
 }
 
-fn frame_is_possible(len: u32, chunks: &[FrameChunk]) -> bool {
-    let plain: u64 = chunks.iter().map(|chunk| u64::from(chunk.len)).sum();
+fn frame_is_possible(len: u32, content: &Content) -> bool {
+    let Content { chunk_len, last_len, chunks } = content;
     len > 0
         && len as usize <= MAX_FRAME_BYTES
         && !chunks.is_empty()
-        && chunks.iter().all(|chunk| chunk.len > 0)
-        && plain <= MAX_PLAIN_BYTES as u64
+        && *last_len > 0
+        && last_len <= chunk_len
+        && (chunks.len() > 1 || last_len == chunk_len)
+        && content.plain_len() <= MAX_PLAIN_BYTES as u64
 }
 
 /// Length of footer and trailer of a pack, bytes: what has to be read to know where its chunks are.
@@ -241,11 +268,11 @@ pub fn parse_tail(pack: &PackRef, tail: &[u8]) -> Result<Vec<PackFrame>, PackErr
         return Err(PackError::Layout("the trailer belongs to another pack"));
     }
     let frames = decode_footer(footer).ok_or(PackError::Layout("the footer's records do not fit"))?;
-    if frames.iter().any(|frame| !frame_is_possible(frame.len, &frame.chunks)) {
+    if frames.iter().any(|frame| !frame_is_possible(frame.len, &frame.content)) {
         return Err(PackError::Layout("a frame's length is over the cap"));
     }
     let end = frames.last().map_or(HEADER_BYTES as u64, |last| last.offset + u64::from(last.len));
-    let chunks: usize = frames.iter().map(|frame| frame.chunks.len()).sum();
+    let chunks: usize = frames.iter().map(|frame| frame.content.chunks.len()).sum();
     if end + tail_len(pack) != pack.size_bytes || frames.len() != pack.frames as usize || chunks != pack.chunks as usize
     {
         return Err(PackError::Layout("frames do not fill the pack"));
@@ -295,33 +322,32 @@ pub fn is_whole(id: &PackId, bytes: &[u8]) -> bool {
 pub fn encode_footer(frames: &[PackFrame], out: &mut BytesMut) {
     for frame in frames {
         out.put_u32_le(frame.len);
-        out.put_u32_le(u32::try_from(frame.chunks.len()).expect("a pack caps its chunks"));
-        for chunk in &frame.chunks {
-            out.put_slice(chunk.id.as_bytes());
-            out.put_u32_le(chunk.len);
-        }
+        out.put_u32_le(u32::try_from(frame.content.chunks.len()).expect("a pack caps its chunks"));
+        out.put_u32_le(frame.content.chunk_len);
+        out.put_u32_le(frame.content.last_len);
+        frame.content.chunks.iter().for_each(|chunk| out.put_slice(&chunk.0));
     }
 }
 
-/// The inverse of [`encode_footer`]; `None` when the records do not end where the bytes do.
+/// The inverse of [`encode_footer`]; `None` when the records do not end where the bytes do, or one holds nothing.
 pub fn decode_footer(mut footer: &[u8]) -> Option<Vec<PackFrame>> {
     let mut frames = Vec::new();
     let mut offset = HEADER_BYTES as u64;
     while !footer.is_empty() {
         let (mut numbers, rest) = footer.split_at_checked(RECORD_BYTES)?;
         let (len, count) = (numbers.get_u32_le(), numbers.get_u32_le() as usize);
+        let (chunk_len, last_len) = (numbers.get_u32_le(), numbers.get_u32_le());
         let (chunks, rest) = rest.split_at_checked(count.checked_mul(CHUNK_BYTES)?)?;
         let (chunks, _) = chunks.as_chunks::<CHUNK_BYTES>();
-        frames.push(PackFrame { offset, len, chunks: chunks.iter().map(decode_chunk).collect() });
+        if chunks.is_empty() {
+            return None;
+        }
+        let chunks = chunks.iter().map(|chunk| ShortId(*chunk)).collect();
+        frames.push(PackFrame { offset, len, content: Content { chunk_len, last_len, chunks } });
         offset += u64::from(len);
         footer = rest;
     }
     Some(frames)
-}
-
-fn decode_chunk(bytes: &[u8; CHUNK_BYTES]) -> FrameChunk {
-    let (id, mut len) = bytes.split_at(32);
-    FrameChunk { id: ChunkId::from_slice(id).expect("32 bytes"), len: len.get_u32_le() }
 }
 
 #[cfg(test)]

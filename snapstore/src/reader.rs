@@ -146,7 +146,9 @@ impl ImageReader {
     /// Chunks from anywhere in the image, verified, in the order asked. What lies together in the store is fetched together.
     pub async fn read_many(&self, chunks: impl IntoIterator<Item = ChunkNo>) -> Result<Vec<ChunkData>, ReadError> {
         let geometry = self.geometry()?;
-        let (mut ids, mut lens) = (Vec::new(), Vec::new());
+        let chunks: Vec<ChunkNo> = chunks.into_iter().collect();
+        self.load_pages(&chunks).await?;
+        let (mut ids, mut lens) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
         for chunk in chunks {
             let id = self.chunk_id(chunk).await?;
             // What a restore touches, in order: benchmarks record working sets from it.
@@ -217,12 +219,39 @@ impl ImageReader {
             return Ok(None);
         }
         let ids = self.node(Level::Page, FANOUT, id).await?;
+        self.keep_page(page, Arc::clone(&ids));
+        Ok(Some(ids))
+    }
+
+    /// Brings in the index pages of these chunks that are not here yet, all at once. Chunks beyond the end are passed over.
+    async fn load_pages(&self, chunks: &[ChunkNo]) -> Result<(), ReadError> {
+        let mut pages: Vec<usize> = chunks.iter().map(|chunk| index::slot(*chunk).0).collect();
+        pages.dedup();
+        pages.sort_unstable();
+        pages.dedup();
+        {
+            let known = self.0.pages.lock();
+            pages.retain(|page| !known.contains_key(page));
+        }
+        if pages.len() < 2 {
+            return Ok(()); // one is read where it is needed
+        }
+        let root = self.root().await?;
+        let wanted: Vec<(usize, ChunkId)> =
+            pages.iter().filter_map(|page| Some((*page, *root.get(*page)?))).filter(|(_, id)| !id.is_zero()).collect();
+        let nodes = self.0.fetcher.fetch_run(&self.0.scope, wanted.iter().map(|(_, id)| *id).collect()).await?;
+        for ((page, _), node) in wanted.into_iter().zip(nodes) {
+            self.keep_page(page, index::decode_node(Level::Page, FANOUT, &node)?.into());
+        }
+        Ok(())
+    }
+
+    fn keep_page(&self, page: usize, ids: Arc<[ChunkId]>) {
         let mut pages = self.0.pages.lock();
         if pages.len() >= PAGES_KEPT {
             pages.clear();
         }
-        pages.insert(page, Arc::clone(&ids));
-        Ok(Some(ids))
+        pages.insert(page, ids);
     }
 
     async fn node(&self, level: Level, ids: usize, id: ChunkId) -> Result<Arc<[ChunkId]>, ReadError> {

@@ -28,7 +28,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 
 use crate::ids::PackId;
-use crate::pack::{self, FrameChunk, FramePlace, PackBuilder, PackError, PackFrame, PackRef};
+use crate::pack::{self, Content, FramePlace, PackBuilder, PackError, PackFrame, PackRef};
 
 const SUFFIX: &str = ".pack";
 const TEMPORARY: &str = "tmp-";
@@ -290,10 +290,10 @@ pub struct StagedPackWriter {
 }
 
 impl StagedPackWriter {
-    /// Writes a frame that holds these chunks. After an error the pack must be dropped.
-    pub fn append(&mut self, frame: &[u8], chunks: &[FrameChunk]) -> Result<(), StagingError> {
+    /// Writes a frame that holds this. After an error the pack must be dropped.
+    pub fn append(&mut self, frame: &[u8], content: Content) -> Result<(), StagingError> {
         let bad = |source| StagingError::Pack { path: self.temporary.0.clone(), source };
-        self.builder.append(frame, chunks).map_err(bad)?;
+        self.builder.append(frame, content).map_err(bad)?;
         self.write(frame)
     }
 
@@ -338,11 +338,11 @@ pub struct FinishedPack {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ids::ChunkId;
+    use crate::ids::ShortId;
 
     fn staged(staging: &Staging, content: &[u8]) -> FinishedPack {
         let mut writer = staging.create([1; 16]).expect("create");
-        writer.append(content, &[FrameChunk { id: ChunkId([1; 32]), len: 1 }]).expect("append");
+        writer.append(content, Content::single(ShortId([1; 16]), 1)).expect("append");
         writer.finish().expect("finish")
     }
 

@@ -91,7 +91,7 @@ pub struct RemoteUsage {
 /// The store's figures. Counts are since it was opened, unless they say what *is*.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StoreStats {
-    /// Chunks with a known place (an estimate; one in two packs counts twice).
+    /// Chunks with a known place (an estimate).
     pub chunks: u64,
     /// Chunks of images and blobs that were stored.
     pub chunks_new: u64,

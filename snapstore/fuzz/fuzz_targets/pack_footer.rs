@@ -10,7 +10,7 @@ fn check(pack: &PackRef, tail: &[u8]) {
     if let Ok(frames) = pack::parse_tail(pack, tail) {
         let end = pack.size_bytes - pack::tail_len(pack);
         assert!(frames.iter().all(|frame| frame.offset >= 24 && frame.offset + u64::from(frame.len) <= end));
-        assert_eq!(frames.iter().map(|frame| frame.chunks.len()).sum::<usize>(), pack.chunks as usize);
+        assert_eq!(frames.iter().map(|frame| frame.content.chunks.len()).sum::<usize>(), pack.chunks as usize);
     }
 }
 
@@ -30,7 +30,7 @@ fuzz_target!(|input: (u64, u8, u8, Vec<u8>)| {
     while let Some(record) = tail.get(at..at + 8).filter(|_| at + 8 <= records) {
         frames_bytes += u64::from(u32::from_le_bytes([record[0], record[1], record[2], record[3]]));
         let count = u32::from_le_bytes([record[4], record[5], record[6], record[7]]);
-        at = at.saturating_add(8).saturating_add((count as usize).saturating_mul(36));
+        at = at.saturating_add(16).saturating_add((count as usize).saturating_mul(16));
     }
     pack.size_bytes = 24_u64.saturating_add(frames_bytes).saturating_add(tail.len() as u64);
     tail[records..records + 8].copy_from_slice(&pack.size_bytes.to_le_bytes());

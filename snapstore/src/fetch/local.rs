@@ -70,7 +70,7 @@ impl Fetcher {
                 return Some((next, plain));
             }
         }
-        let mut places = self.cache.places(&search.id);
+        let mut places = self.cache.places(&search.id.short());
         places.retain(|place| !search.seen.contains(&place.frame.pack));
         // Our own packs are sure to exist as long as the snapshot does; others may be gone.
         places.sort_by_key(|place| !scope.ids.contains(&place.frame.pack));

@@ -16,8 +16,8 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 
 use crate::chunk::FRAME_TARGET_BYTES;
-use crate::ids::ChunkId;
-use crate::pack::FrameChunk;
+use crate::ids::{ChunkId, ShortId};
+use crate::pack::Content;
 
 /// A put, hashed.
 pub(super) struct Run {
@@ -35,19 +35,47 @@ pub(super) struct Hashed {
     pub(super) stored: bool,
 }
 
-/// Plain chunks that are compressed together.
-#[derive(Default)]
+/// Plain chunks that are compressed together: equally long, but for the last one.
 pub(super) struct Group {
     /// Its place among all frames of the ingest.
     pub(super) number: u64,
     pub(super) plain: Vec<u8>,
-    pub(super) chunks: Vec<FrameChunk>,
+    pub(super) content: Content,
 }
 
 /// A frame ready to be written.
 pub(super) struct Framed {
     pub(super) frame: Bytes,
-    pub(super) chunks: Vec<FrameChunk>,
+    pub(super) content: Content,
+}
+
+/// The group that is being filled.
+#[derive(Default)]
+struct OpenGroup {
+    plain: Vec<u8>,
+    /// Length of each of its chunks: one that is shorter closes it.
+    chunk_len: usize,
+    last_len: usize,
+    chunks: Vec<ShortId>,
+}
+
+impl OpenGroup {
+    /// Whether a chunk of this length may follow.
+    fn takes(&self, len: usize) -> bool {
+        self.chunks.is_empty()
+            || (self.last_len == self.chunk_len
+                && len <= self.chunk_len
+                && self.plain.len() + len <= FRAME_TARGET_BYTES)
+    }
+
+    fn push(&mut self, id: ShortId, plain: &[u8]) {
+        if self.chunks.is_empty() {
+            self.chunk_len = plain.len();
+        }
+        self.last_len = plain.len();
+        self.plain.extend_from_slice(plain);
+        self.chunks.push(id);
+    }
 }
 
 #[derive(Default)]
@@ -55,10 +83,10 @@ struct Puts {
     next: u64,
     head: u64,
     waiting: BTreeMap<u64, Run>,
-    settled: HashSet<ChunkId>,
+    settled: HashSet<ShortId>,
     /// Chunks found in registered packs from the put of this number on.
-    retired: VecDeque<(u64, Vec<ChunkId>)>,
-    open: Group,
+    retired: VecDeque<(u64, Vec<ShortId>)>,
+    open: OpenGroup,
     next_group: u64,
 }
 
@@ -97,7 +125,7 @@ impl Pipeline {
     /// Which of `chunks` are settled: these need not be looked up.
     pub(super) fn settled(&self, chunks: &[ChunkId]) -> Vec<bool> {
         let puts = self.puts.lock();
-        chunks.iter().map(|id| puts.settled.contains(id)).collect()
+        chunks.iter().map(|id| puts.settled.contains(&id.short())).collect()
     }
 
     /// Takes in a put, and those that waited for it.
@@ -122,7 +150,7 @@ impl Pipeline {
 
     /// Settles one chunk that has a frame of its own; false when it is stored or settled already.
     pub(super) fn settle(&self, id: ChunkId, stored: bool) -> bool {
-        !stored && self.puts.lock().settled.insert(id)
+        !stored && self.puts.lock().settled.insert(id.short())
     }
 
     /// A number for a frame that is not made of puts.
@@ -154,7 +182,7 @@ impl Pipeline {
     }
 
     /// These chunks are in a registered pack now.
-    pub(super) fn retire(&self, chunks: Vec<ChunkId>) {
+    pub(super) fn retire(&self, chunks: Vec<ShortId>) {
         let mut puts = self.puts.lock();
         let from = puts.next;
         puts.retired.push_back((from, chunks));
@@ -170,17 +198,15 @@ impl Puts {
             if chunk.id.is_zero() {
                 continue;
             }
-            if chunk.stored || !self.settled.insert(chunk.id) {
+            if chunk.stored || !self.settled.insert(chunk.id.short()) {
                 taken.deduplicated += 1;
                 continue;
             }
             taken.new += 1;
-            if self.open.plain.len() + chunk.len > FRAME_TARGET_BYTES && !self.open.chunks.is_empty() {
+            if !self.open.takes(chunk.len) {
                 taken.full.push(self.close());
             }
-            self.open.plain.extend_from_slice(plain);
-            let len = u32::try_from(chunk.len).expect("a chunk is small");
-            self.open.chunks.push(FrameChunk { id: chunk.id, len });
+            self.open.push(chunk.id.short(), plain);
             if self.open.plain.len() >= FRAME_TARGET_BYTES {
                 taken.full.push(self.close());
             }
@@ -189,7 +215,9 @@ impl Puts {
 
     fn close(&mut self) -> Group {
         let number = self.number_of_group();
-        Group { number, ..std::mem::take(&mut self.open) }
+        let OpenGroup { plain, chunk_len, last_len, chunks } = std::mem::take(&mut self.open);
+        let len = |len: usize| u32::try_from(len).expect("a chunk is small");
+        Group { number, plain, content: Content { chunk_len: len(chunk_len), last_len: len(last_len), chunks } }
     }
 
     fn number_of_group(&mut self) -> u64 {
@@ -204,11 +232,19 @@ mod tests {
 
     use super::*;
 
-    const LEN: usize = 4096;
+    /// Most chunks are equally long; some are shorter, as the last one of an image is, or longer, as another image's are.
+    fn len_of(id: u8) -> usize {
+        match id % 10 {
+            3 => 700,
+            7 => 16384,
+            _ => 4096,
+        }
+    }
 
     fn run(ids: &[u8]) -> Run {
-        let chunks = ids.iter().map(|id| Hashed { id: ChunkId([*id; 32]), len: LEN, stored: *id == 200 }).collect();
-        Run { plain: ids.iter().flat_map(|id| [*id; LEN]).collect::<Vec<u8>>().into(), chunks }
+        let hashed = |id: &u8| Hashed { id: ChunkId([*id; 32]), len: len_of(*id), stored: *id == 200 };
+        let plain: Vec<u8> = ids.iter().flat_map(|id| vec![*id; len_of(*id)]).collect();
+        Run { plain: plain.into(), chunks: ids.iter().map(hashed).collect() }
     }
 
     proptest! {
@@ -229,7 +265,7 @@ mod tests {
                 let mut written = Vec::new();
                 // Compressed in the reverse order.
                 for group in groups.into_iter().rev() {
-                    let framed = Framed { frame: group.plain.into(), chunks: group.chunks };
+                    let framed = Framed { frame: group.plain.into(), content: group.content };
                     pipeline.hand_in(group.number, framed, |framed| { written.push(framed); Ok::<_, ()>(()) }).expect("written");
                 }
                 written
@@ -242,15 +278,18 @@ mod tests {
             let mut seen = HashSet::new();
             for (a, b) in a.iter().zip(&b) {
                 prop_assert_eq!(&a.frame, &b.frame);
-                prop_assert_eq!(&a.chunks, &b.chunks);
+                prop_assert_eq!(&a.content, &b.content);
+                prop_assert_eq!(a.content.plain_len(), a.frame.len() as u64);
                 prop_assert!(a.frame.len() <= FRAME_TARGET_BYTES);
-                for (chunk, plain) in a.chunks.iter().zip(a.frame.chunks(LEN)) {
-                    prop_assert!(seen.insert(chunk.id), "stored twice");
-                    prop_assert!(plain.iter().all(|byte| *byte == chunk.id.as_bytes()[0]));
+                for (chunk, start, len) in a.content.places() {
+                    let plain = &a.frame[start as usize..(start + len) as usize];
+                    prop_assert!(seen.insert(chunk), "stored twice");
+                    prop_assert!(plain.iter().all(|byte| *byte == chunk.0[0]));
+                    prop_assert_eq!(plain.len(), len_of(chunk.0[0]));
                 }
             }
-            let wanted: HashSet<ChunkId> =
-                puts.iter().flatten().filter(|id| !matches!(id, 0 | 200)).map(|id| ChunkId([*id; 32])).collect();
+            let wanted: HashSet<ShortId> =
+                puts.iter().flatten().filter(|id| !matches!(id, 0 | 200)).map(|id| ShortId([*id; 16])).collect();
             prop_assert_eq!(seen, wanted);
         }
     }
@@ -261,7 +300,7 @@ mod tests {
         let (first, second) = (pipeline.number(), pipeline.number());
         assert_eq!(pipeline.take_in(first, run(&[1])).new, 1);
         // The second put has looked already and found nothing; then the first one's pack is registered.
-        pipeline.retire(vec![ChunkId([1; 32])]);
+        pipeline.retire(vec![ShortId([1; 16])]);
         assert_eq!(pipeline.take_in(second, run(&[1])).deduplicated, 1);
         assert_eq!(pipeline.settled(&[ChunkId([1; 32])]), [false], "now it is found in the pack");
     }

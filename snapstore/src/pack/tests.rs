@@ -4,15 +4,15 @@ use super::*;
 
 const NONCE: [u8; 16] = [3; 16];
 
-fn chunk(id: u8, len: u32) -> FrameChunk {
-    FrameChunk { id: ChunkId([id; 32]), len }
+fn content(chunk_len: u32, last_len: u32, chunks: &[u8]) -> Content {
+    Content { chunk_len, last_len, chunks: chunks.iter().map(|id| ShortId([*id; 16])).collect() }
 }
 
-fn build(frames: &[(Vec<u8>, Vec<FrameChunk>)]) -> (PackRef, Vec<PackFrame>, Vec<u8>) {
+fn build(frames: &[(Vec<u8>, Content)]) -> (PackRef, Vec<PackFrame>, Vec<u8>) {
     let mut builder = PackBuilder::new(NONCE);
     let mut bytes = builder.header().to_vec();
-    for (frame, chunks) in frames {
-        builder.append(frame, chunks).expect("fits");
+    for (frame, content) in frames {
+        builder.append(frame, content.clone()).expect("fits");
         bytes.extend_from_slice(frame);
     }
     let (pack, entries, tail) = builder.finish();
@@ -21,7 +21,7 @@ fn build(frames: &[(Vec<u8>, Vec<FrameChunk>)]) -> (PackRef, Vec<PackFrame>, Vec
 }
 
 fn two_frames() -> (PackRef, Vec<PackFrame>, Vec<u8>) {
-    build(&[(vec![1; 10], vec![chunk(1, 4096), chunk(2, 100)]), (vec![2; 20], vec![chunk(3, 30)])])
+    build(&[(vec![1; 10], content(4096, 100, &[1, 2])), (vec![2; 20], content(30, 30, &[3]))])
 }
 
 fn tail_of<'a>(pack: &PackRef, bytes: &'a [u8]) -> &'a [u8] {
@@ -35,9 +35,12 @@ fn reseal(tail: &mut [u8]) {
     tail[split..split + 32].copy_from_slice(&checksum);
 }
 
-fn frames() -> impl Strategy<Value = Vec<(Vec<u8>, Vec<FrameChunk>)>> {
-    let chunks = prop::collection::vec((any::<u8>(), 1..5000u32).prop_map(|(id, len)| chunk(id, len)), 1..5);
-    prop::collection::vec((prop::collection::vec(any::<u8>(), 1..100), chunks), 0..20)
+fn frames() -> impl Strategy<Value = Vec<(Vec<u8>, Content)>> {
+    let content = (1..5000u32, 1..5000u32, prop::collection::vec(any::<u8>(), 1..5)).prop_map(|(a, b, ids)| {
+        let last_len = if ids.len() > 1 { a.min(b) } else { a.max(b) };
+        content(a.max(b), last_len, &ids)
+    });
+    prop::collection::vec((prop::collection::vec(any::<u8>(), 1..100), content), 0..20)
 }
 
 proptest! {
@@ -49,10 +52,12 @@ proptest! {
         prop_assert_eq!(peek(pack.id, &bytes).expect("own trailer"), pack);
         let read = parse_tail(&pack, tail_of(&pack, &bytes)).expect("own tail");
         prop_assert_eq!(&read, &entries);
-        for (entry, (frame, chunks)) in read.iter().zip(&frames) {
+        for (entry, (frame, content)) in read.iter().zip(&frames) {
             let start = usize::try_from(entry.offset).expect("small");
             prop_assert_eq!(&bytes[start..start + entry.len as usize], &frame[..]);
-            prop_assert_eq!(&entry.chunks, chunks);
+            prop_assert_eq!(&entry.content, content);
+            let end = entry.content.places().last().map(|(_, start, len)| u64::from(start + len));
+            prop_assert_eq!(end, Some(entry.content.plain_len()));
         }
     }
 
@@ -104,8 +109,10 @@ fn impossible_layouts_are_refused_even_with_a_good_checksum() {
     assert!(patch(0, &11u32.to_le_bytes()).is_err(), "runs into the footer");
     assert!(patch(4, &u32::MAX.to_le_bytes()).is_err(), "more chunks than there are bytes");
     assert!(patch(4, &1u32.to_le_bytes()).is_err(), "fewer chunks than there are");
-    assert!(patch(40, &u32::MAX.to_le_bytes()).is_err(), "a chunk over the cap");
-    assert!(patch(40, &0u32.to_le_bytes()).is_err(), "an empty chunk");
+    assert!(patch(4, &0u32.to_le_bytes()).is_err(), "a frame of nothing");
+    assert!(patch(8, &u32::MAX.to_le_bytes()).is_err(), "a chunk over the cap");
+    assert!(patch(8, &99u32.to_le_bytes()).is_err(), "a last chunk that is longer");
+    assert!(patch(12, &0u32.to_le_bytes()).is_err(), "an empty chunk");
     let numbers = tail.len() - 56;
     assert!(patch(numbers, &1u64.to_le_bytes()).is_err(), "another pack size");
     assert!(patch(numbers + 8, &1u32.to_le_bytes()).is_err(), "another count of frames");
@@ -132,29 +139,28 @@ fn sizes_over_the_caps_are_refused() {
     assert!(sizes(MAX_PACK_BYTES, 2, 1).is_err());
     assert!(sizes(100, 3, 3).is_err());
     let mut builder = PackBuilder::new(NONCE);
-    assert!(builder.append(&vec![0; MAX_FRAME_BYTES + 1], &[chunk(1, 1)]).is_err());
-    assert!(builder.append(&[], &[chunk(1, 1)]).is_err());
-    assert!(builder.append(&[1], &[]).is_err());
-    assert!(builder.append(&[1], &[chunk(1, 0)]).is_err());
-    assert!(builder.append(&[1], &[chunk(1, u32::MAX), chunk(2, u32::MAX)]).is_err());
+    assert!(builder.append(&vec![0; MAX_FRAME_BYTES + 1], content(1, 1, &[1])).is_err());
+    assert!(builder.append(&[], content(1, 1, &[1])).is_err());
+    assert!(builder.append(&[1], content(1, 1, &[])).is_err());
+    assert!(builder.append(&[1], content(0, 0, &[1])).is_err());
+    assert!(builder.append(&[1], content(5, 4, &[1])).is_err(), "a single chunk is the last one");
+    assert!(builder.append(&[1], content(u32::MAX, u32::MAX, &[1, 2])).is_err());
     assert!(builder.is_empty());
 }
 
 #[test]
 fn equal_content_makes_another_pack() {
-    let frame = (vec![1; 10], vec![chunk(1, 30)]);
+    let frame = (vec![1; 10], content(30, 30, &[1]));
     let mut other = PackBuilder::new([4; 16]);
-    other.append(&frame.0, &frame.1).expect("fits");
+    other.append(&frame.0, frame.1.clone()).expect("fits");
     assert_ne!(build(&[frame]).0.id, other.finish().0.id);
 }
 
 /// The stored form is a promise to every snapshot ever taken.
 #[test]
 fn golden_pack() {
-    let (pack, _, bytes) = build(&[
-        (b"first frame".to_vec(), vec![chunk(1, 4096), chunk(2, 5)]),
-        (b"second".to_vec(), vec![chunk(3, 8200)]),
-    ]);
+    let (pack, _, bytes) =
+        build(&[(b"first frame".to_vec(), content(4096, 5, &[1, 2])), (b"second".to_vec(), content(8200, 8200, &[3]))]);
     let golden = include_bytes!("../../testdata/pack-v2.bin");
     assert_eq!(bytes, golden, "the pack format has changed: that needs a new version");
     assert_eq!(pack.id.to_string(), include_str!("../../testdata/pack-v2.id").trim());

@@ -42,7 +42,7 @@ impl Scene {
 
     /// Where the chunk's frame lies.
     fn frame_of(&self, chunk: &ChunkId) -> FramePlace {
-        self.store.fetcher().cache.places(chunk)[0].frame
+        self.store.fetcher().cache.places(&chunk.short())[0].frame
     }
 
     async fn read(&self) -> Result<ChunkData, ReadError> {
