@@ -2,7 +2,12 @@
 
 fn main() -> std::io::Result<()> {
     tonic_prost_build::configure().compile_protos(
-        &["proto/snapyard/node.proto", "proto/snapyard/scheduler.proto", "proto/snapyard/catalog.proto"],
+        &[
+            "proto/snapyard/node.proto",
+            "proto/snapyard/scheduler.proto",
+            "proto/snapyard/catalog.proto",
+            "proto/snapyard/storage.proto",
+        ],
         &["proto"],
     )
 }

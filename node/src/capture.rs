@@ -2,22 +2,28 @@
 //!
 //! ```text
 //! freeze user processes ─► pause, device state, dirty pages, frozen disk ─► run on, thaw     (capture_guest)
-//!   ─► child memory image: clones can start ─► hash, dedup, compress, seal ─► commit         (store_capture)
+//!   ─► child memory image: clones can start                                                  (keep_capture)
+//!   ─► hash, dedup, compress, seal ─► commit                                                 (publish)
 //! ```
+//!
+//! What is kept of a capture can be stored any number of times: a commit may be refused because packs that it would
+//! share are being deleted, and then their chunks are written again.
 //!
 //! Crash points. Before the commit: the packs that were sealed are named by no manifest, and a restart drops them; the
 //! snapshot was never listed. After it: everything that the manifest names is on this disk and synced; the upload is
 //! taken up again. An error anywhere leaves the guest running and its processes thawed.
 
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use snapyard_snapstore as store;
-use snapyard_snapstore::catalog::{RemoteStatus, SnapshotRow};
+use snapyard_snapstore::catalog::{CatalogError, RemoteStatus, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::ids::{DomainKey, SnapshotId};
 use snapyard_snapstore::manifest::MANIFEST_VERSION;
+use snapyard_snapstore::publish::{Attempt, Outcome};
 use snapyard_snapstore::{HostFacts, ImageSpec, ImageWriter, Ingest, Manifest, Sealed};
 use snapyard_vmm::{
     Capture, ChunkData, ChunkNo, DirtyPages, FrozenDisk, Geometry, MemoryImage, PageSource, Shape, Vm, ZeroSource,
@@ -66,6 +72,14 @@ pub struct Identity {
     pub created_unix_ms: i64,
 }
 
+/// A capture, kept for as long as it takes to store it.
+pub struct Kept {
+    device_state: Bytes,
+    /// The child memory image, complete in what the guest had changed.
+    memory: Arc<MemoryImage>,
+    disk: Arc<FrozenDisk>,
+}
+
 /// A capture that is durable on this node, but not committed yet.
 pub struct Stored {
     /// The manifest to commit.
@@ -76,25 +90,62 @@ pub struct Stored {
     pub sealed: Sealed,
 }
 
-/// Writes a capture into the store. After this every byte is synced on this node.
-pub async fn store_capture(node: &State, identity: &Identity, capture: Capture) -> Result<Stored, NodeError> {
+/// Makes the captured memory an image.
+pub fn keep_capture(node: &State, identity: &Identity, capture: Capture) -> Result<Kept, NodeError> {
     let Capture { device_state, dirty, disk, .. } = capture;
-    let parent = identity.parent.as_deref();
-    let ingest = node.store.begin(identity.key, parent.map(|parent| &*parent.manifest)).await?;
+    Ok(Kept { device_state, memory: child_image(node, identity, dirty)?, disk: Arc::new(disk) })
+}
 
-    let memory = child_image(node, identity, dirty)?;
+/// Stores a capture and commits it: `row` makes its catalog row, `commit` sends it. Both may be called more than once.
+pub async fn publish<T, C>(
+    node: &State,
+    identity: &Identity,
+    kept: &Kept,
+    row: impl Fn(&Stored) -> SnapshotRow,
+    commit: impl Fn(SnapshotCommit) -> C,
+) -> Result<(Stored, Outcome<T>), NodeError>
+where
+    C: Future<Output = Result<Outcome<T>, CatalogError>>,
+{
+    let row = &row;
+    let ingest = || async move {
+        let stored = store_capture(node, identity, kept).await?;
+        let commit = SnapshotCommit {
+            row: row(&stored),
+            manifest: stored.manifest.encode(),
+            packs: stored.manifest.packs.clone(),
+            staged: HashSet::new(),
+            writer: None,
+        };
+        Ok::<_, NodeError>(Attempt { commit, sealed: stored.sealed.clone(), stored })
+    };
+    store::publish::publish(&node.store, &node.writer, ingest, commit).await
+}
+
+/// Writes a capture into the store. After this every byte is synced on this node.
+async fn store_capture(node: &State, identity: &Identity, kept: &Kept) -> Result<Stored, NodeError> {
+    let parent = identity.parent.as_deref();
+    // Its chunks may have been moved into other packs since it was opened.
+    let inherited = match parent {
+        Some(parent) => Some(parent.reader.current().await?),
+        None => None,
+    };
+    let ingest = node.store.begin(identity.key, inherited.as_ref()).await?;
+
+    let memory = Arc::clone(&kept.memory);
     let memory_ref = {
         let size_bytes = memory.geometry().size_bytes();
         let writer = writer(&ingest, size_bytes, parent.map(|parent| &parent.manifest.memory), parent);
-        put_all(node, &writer, memory.dirty_chunks(), |chunk| {
+        let working_set = inherited.as_ref().map_or(&[][..], |parent| &parent.working_set);
+        put_all(node, &writer, restore_order(memory.dirty_chunks(), working_set), |chunk| {
             let memory = Arc::clone(&memory);
             async move { memory.chunk_bytes(chunk).await }
         })
         .await?;
         writer.finish().await?
     };
-    let disk_ref = store_disk(node, &ingest, parent, disk).await?;
-    let device_state = ingest.blob(device_state).await?;
+    let disk_ref = store_disk(node, &ingest, parent, &kept.disk).await?;
+    let device_state = ingest.blob(kept.device_state.clone()).await?;
     let sealed = ingest.seal().await?;
 
     let shape = identity.shape;
@@ -115,17 +166,10 @@ pub async fn store_capture(node: &State, identity: &Identity, capture: Capture) 
         },
         parent: parent.map(|parent| parent.id),
         packs: sealed.packs.clone(),
-        working_set: Vec::new(),
+        working_set: inherited.map(|parent| parent.working_set).unwrap_or_default(),
         created_unix_ms: identity.created_unix_ms,
     };
     Ok(Stored { manifest: Arc::new(manifest), memory, sealed })
-}
-
-/// Drops what was sealed for a snapshot whose commit was refused.
-pub async fn discard(node: &State, sealed: Sealed) {
-    if let Err(error) = node.store.discard(sealed).await {
-        tracing::warn!(%error, "packs of a refused snapshot stay until the next start");
-    }
 }
 
 /// The catalog row of a stored capture; the caller adds what only it knows.
@@ -166,9 +210,8 @@ async fn store_disk(
     node: &State,
     ingest: &Ingest,
     parent: Option<&Resident>,
-    disk: FrozenDisk,
+    disk: &Arc<FrozenDisk>,
 ) -> Result<store::ImageRef, NodeError> {
-    let disk = Arc::new(disk);
     // With a parent the overlay is the whole difference; a first boot stores its root file system too.
     let changed = match parent {
         Some(_) => disk.dirty_chunks(),
@@ -176,7 +219,7 @@ async fn store_disk(
     };
     let writer = writer(ingest, disk.size_bytes(), parent.map(|parent| &parent.manifest.disk), parent);
     put_all(node, &writer, changed, |chunk| {
-        let disk = Arc::clone(&disk);
+        let disk = Arc::clone(disk);
         async move { disk.read(chunk).await }
     })
     .await?;
@@ -217,6 +260,31 @@ where
     Ok(())
 }
 
+/// Units in the order in which they are to lie in packs: what a restore touches first, as `working_set` (chunks of memory)
+/// has it, then the others by their place.
+fn restore_order(mut units: Vec<ChunkNo>, working_set: &[u64]) -> Vec<ChunkNo> {
+    let mut rank = HashMap::new();
+    for (at, chunk) in working_set.iter().enumerate() {
+        rank.entry(chunk * u64::from(CHUNK_BYTES) / u64::from(FILL_BYTES)).or_insert(at);
+    }
+    units.sort_by_key(|unit| (rank.get(&unit.0).copied().unwrap_or(usize::MAX), unit.0));
+    units
+}
+
 fn geometry(size_bytes: u64) -> Result<Geometry, NodeError> {
     Geometry::new(size_bytes, FILL_BYTES).map_err(|error| NodeError::Internal(error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_restore_touches_first_lies_first_and_the_rest_by_place() {
+        let units = |numbers: &[u64]| numbers.iter().copied().map(ChunkNo).collect::<Vec<_>>();
+        let per_unit = u64::from(FILL_BYTES / CHUNK_BYTES);
+        let working_set = [7 * per_unit + 3, 7 * per_unit, 2 * per_unit, 100 * per_unit];
+        assert_eq!(restore_order(units(&[1, 2, 3, 7, 9]), &working_set), units(&[7, 2, 1, 3, 9]));
+        assert_eq!(restore_order(units(&[3, 1, 2]), &[]), units(&[1, 2, 3]));
+    }
 }

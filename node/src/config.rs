@@ -68,6 +68,10 @@ pub struct NodeConfig {
     pub idle_image_bytes: u64,
     /// Bytes that the chunk cache may take on disk.
     pub cache_bytes: u64,
+    /// How often garbage is collected; `None`: only when an operator says so.
+    pub gc_interval: Option<Duration>,
+    /// How long a pack must have been of no use before it is deleted.
+    pub gc_grace: Duration,
     /// User id of VMM processes when the node runs as root.
     pub vmm_uid: u32,
 }

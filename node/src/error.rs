@@ -5,6 +5,9 @@
 
 use snapyard_proto::retry::{ShouldRetry, mark};
 use snapyard_snapstore::catalog::{CatalogError, ErrorKind};
+use snapyard_snapstore::gc::GcError;
+use snapyard_snapstore::repack::RepackError;
+use snapyard_snapstore::rewrite::RewriteError;
 use snapyard_snapstore::{ReadError, StoreError};
 use snapyard_vmm::VmError;
 use tonic::Status;
@@ -18,6 +21,12 @@ pub enum NodeError {
     /// The store could not write.
     #[error("the snapshot store failed: {0}")]
     Store(#[from] StoreError),
+    /// Garbage was not collected, or the bucket is somebody else's.
+    #[error(transparent)]
+    Gc(#[from] GcError),
+    /// Packs that are mostly dead were not rewritten.
+    #[error("packs were not rewritten: {0}")]
+    Repack(#[from] RepackError),
     /// Stored bytes could not be had.
     #[error("snapshot {snapshot} cannot be read: {cause}")]
     Read {
@@ -98,6 +107,13 @@ impl From<NodeError> for Status {
         let text = error.to_string();
         match error {
             NodeError::Catalog(cause) => catalog_status(&cause, text),
+            NodeError::Gc(GcError::Catalog(cause)) => catalog_status(&cause, text),
+            NodeError::Gc(GcError::Busy | GcError::LeaseLost) => mark(Status::aborted(text), ShouldRetry::Yes),
+            NodeError::Gc(GcError::Blob(cause)) if cause.is_transient() => {
+                mark(Status::unavailable(text), ShouldRetry::Yes)
+            }
+            NodeError::Repack(RepackError::Rewrite(RewriteError::Catalog(cause))) => catalog_status(&cause, text),
+            NodeError::Gc(_) | NodeError::Repack(_) => Status::failed_precondition(text),
             NodeError::NoSandbox(_) | NodeError::Lost { .. } => Status::not_found(text),
             NodeError::Busy { .. } => mark(Status::failed_precondition(text), ShouldRetry::Yes),
             NodeError::Exists(_) => Status::already_exists(text),

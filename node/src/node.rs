@@ -15,6 +15,7 @@ use snapyard_snapstore::catalog::Catalog;
 use snapyard_snapstore::catalog::rocks::RocksKv;
 use snapyard_snapstore::clock::{Clock, SystemClock};
 use snapyard_snapstore::ids::{NodeId, TeamId};
+use snapyard_snapstore::publish::Writer;
 use snapyard_snapstore::{Store, StoreConfig};
 use snapyard_vmm::{FillPolicy, Hypervisor, Shape, Vm, VmmConfig};
 use tokio::net::TcpListener;
@@ -26,6 +27,7 @@ use tokio_util::task::TaskTracker;
 use crate::config::NodeConfig;
 use crate::error::NodeError;
 use crate::gateway::Gateway;
+use crate::maintenance::{self, Upkeep};
 use crate::ops;
 use crate::recover;
 use crate::residency::Residency;
@@ -58,6 +60,10 @@ pub struct State {
     pub sandboxes: Arc<Registry>,
     /// Template builds.
     pub templates: Templates,
+    /// This process as one that commits snapshots.
+    pub writer: Writer,
+    /// The collector.
+    pub upkeep: Upkeep,
     /// The time.
     pub clock: Arc<dyn Clock>,
     /// Woken when there is something to upload.
@@ -125,6 +131,9 @@ impl Node {
         let kv = RocksKv::open(&config.data_dir.join("catalog")).map_err(|error| start_error("the catalog", error))?;
         let catalog = Catalog::open(Arc::new(kv), Arc::clone(&clock)).await?;
         let blobs = connect_blobs(&config);
+        let node_id = NodeId::new(config.node_id.clone()).map_err(|error| start_error("the node", error))?;
+        let writer = Writer::register(Arc::clone(&catalog), node_id.clone(), ttl_ms(maintenance::WRITER_TTL)).await?;
+        let upkeep = Upkeep::new(Arc::clone(&catalog), Arc::clone(&blobs), config.gc_grace);
         let mut store_config = StoreConfig::new(config.data_dir.clone());
         store_config.cache.disk_bytes = config.cache_bytes;
         let store = Store::open(store_config, blobs, Arc::clone(&clock)).await?;
@@ -159,13 +168,16 @@ impl Node {
             tasks: TaskTracker::new(),
             shutdown: CancellationToken::new(),
             failure: watch::Sender::new(None),
-            id: NodeId::new(config.node_id.clone()).map_err(|error| start_error("the node", error))?,
+            writer,
+            upkeep,
+            id: node_id,
             url,
             gateway,
             config,
         });
         recover::recover(&state).await?;
         state.tasks.spawn(upload::run(Arc::clone(&state)));
+        state.tasks.spawn(maintenance::run(Arc::clone(&state)));
         state.tasks.spawn(report(Arc::clone(&state)));
         state.tasks.spawn(standby::run(Arc::clone(&state)));
         let gateway = Gateway {
@@ -218,6 +230,10 @@ impl Node {
     }
 }
 
+fn ttl_ms(ttl: Duration) -> i64 {
+    i64::try_from(ttl.as_millis()).unwrap_or(i64::MAX)
+}
+
 fn start_error(what: &str, error: impl std::fmt::Display) -> NodeError {
     NodeError::Internal(format!("cannot start {what}: {error}"))
 }
@@ -257,10 +273,13 @@ fn vmm_config(config: &NodeConfig, run_dir: &std::path::Path) -> VmmConfig {
 async fn serve_grpc(state: Arc<State>, listener: TcpListener) {
     let guard = state.config.cluster_token.require();
     let node = v1::node_server::NodeServer::with_interceptor(service::NodeService::new(&state), guard.clone());
-    let catalog = v1::catalog_server::CatalogServer::with_interceptor(service::CatalogService::new(&state), guard);
+    let catalog =
+        v1::catalog_server::CatalogServer::with_interceptor(service::CatalogService::new(&state), guard.clone());
+    let storage = v1::storage_server::StorageServer::with_interceptor(service::StorageService::new(&state), guard);
     let served = tonic::transport::Server::builder()
         .add_service(node)
         .add_service(catalog)
+        .add_service(storage)
         .serve_with_incoming_shutdown(TcpListenerStream::new(listener), state.shutdown.cancelled());
     let served = served.await;
     if !state.shutdown.is_cancelled() {

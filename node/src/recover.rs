@@ -44,7 +44,7 @@ pub async fn recover(node: &State) -> Result<(), NodeError> {
             node.catalog.set_build_status(&row.team, &row.id, BuildStatus::Error, why).await?;
         }
     }
-    let keep = node.catalog.pack_ids().await?;
+    let keep = node.catalog.packs_kept(&node.store.staged_packs()).await?;
     node.store.drop_unreferenced_staging(&keep).await?;
     Ok(())
 }

@@ -143,7 +143,7 @@ impl Residency {
         id: &SnapshotId,
         manifest: Arc<Manifest>,
     ) -> Result<Arc<Resident>, NodeError> {
-        let reader = self.store.open_snapshot(key, Arc::clone(&manifest)).await?;
+        let reader = self.store.open_snapshot(key, Arc::clone(&manifest)).await?.following(Arc::clone(&self.catalog));
         let device_state = reader
             .blob(&manifest.device_state)
             .await
@@ -199,8 +199,12 @@ impl Residency {
 
 /// The manifest that a snapshot was committed with.
 pub async fn committed_manifest(catalog: &Catalog, id: &SnapshotId) -> Result<Manifest, NodeError> {
-    let bytes = catalog.manifest(id).await?;
-    Manifest::decode(&bytes)
+    decoded_manifest(id, &catalog.manifest(id).await?)
+}
+
+/// The same from its bytes.
+pub fn decoded_manifest(id: &SnapshotId, bytes: &[u8]) -> Result<Manifest, NodeError> {
+    Manifest::decode(bytes)
         .map_err(|cause| NodeError::Internal(format!("the manifest of snapshot {id} is damaged: {cause}")))
 }
 

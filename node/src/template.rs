@@ -21,6 +21,7 @@ use snapyard_snapstore as store;
 use snapyard_snapstore::catalog::{BuildStatus, CatalogError, SnapshotCommit, SnapshotRow, TemplateRow};
 use snapyard_snapstore::ids::{SnapshotId, TeamId, TemplateId};
 use snapyard_snapstore::manifest::ManifestError;
+use snapyard_snapstore::publish::Outcome;
 use snapyard_vmm::{GuestPort, PageSource, Shape};
 use tokio::sync::mpsc;
 
@@ -257,20 +258,17 @@ async fn boot_and_capture(
         parent: None,
         created_unix_ms: node.clock.now_unix_ms(),
     };
-    let stored = capture::store_capture(node, &identity, capture).await?;
-    let snapshot = SnapshotRow {
+    let kept = capture::keep_capture(node, &identity, capture)?;
+    let row = |stored: &capture::Stored| SnapshotRow {
         internal: true,
         pause_us: u32::try_from(pause.as_micros()).unwrap_or(u32::MAX),
-        ..capture::row(node, &identity, &stored, &template.team)
+        ..capture::row(node, &identity, stored, &template.team)
     };
-    let commit =
-        SnapshotCommit { row: snapshot, manifest: stored.manifest.encode(), packs: stored.manifest.packs.clone() };
-    match node.catalog.complete_template(&template.team, &template.id, &commit).await {
-        Ok(row) => Ok(row),
-        Err(error) => {
-            capture::discard(node, stored.sealed).await;
-            Err(error.into())
-        }
+    let commit = |commit: SnapshotCommit| async move {
+        Ok(Outcome::Ours(node.catalog.complete_template(&template.team, &template.id, &commit).await?))
+    };
+    match capture::publish(node, &identity, &kept, row, commit).await? {
+        (_, Outcome::Ours(row) | Outcome::Other(row)) => Ok(row),
     }
 }
 

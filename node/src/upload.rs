@@ -7,12 +7,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use snapyard_snapstore::catalog::{CatalogError, RemoteStatus};
+use snapyard_snapstore::catalog::{CatalogError, PendingUpload, RemoteStatus};
 use snapyard_snapstore::ids::SnapshotId;
 
 use crate::error::NodeError;
 use crate::node::State;
-use crate::residency::committed_manifest;
+use crate::residency::decoded_manifest;
 
 /// The pause after a round in which an upload failed, at first and at most.
 const RETRY: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
@@ -41,7 +41,7 @@ async fn round(node: &State) -> bool {
         }
     };
     let mut clean = true;
-    for row in pending.into_iter().filter(|row| row.origin_node == node.id) {
+    for PendingUpload { row, .. } in pending.into_iter().filter(|pending| pending.node == node.id) {
         if node.shutdown.is_cancelled() {
             return clean;
         }
@@ -64,10 +64,15 @@ async fn round(node: &State) -> bool {
 }
 
 async fn one(node: &State, id: &SnapshotId) -> Result<(), NodeError> {
+    node.upkeep.claim_bucket().await?;
     node.catalog.set_remote_status(id, RemoteStatus::InProgress).await?;
-    let manifest = committed_manifest(&node.catalog, id).await?;
-    let report = node.store.upload(id, &manifest).await?;
-    node.catalog.set_remote_status(id, RemoteStatus::Ready).await?;
-    tracing::info!(snapshot = %id, ?report, "uploaded");
-    Ok(())
+    loop {
+        let encoded = node.catalog.manifest(id).await?;
+        let manifest = decoded_manifest(id, &encoded)?;
+        node.store.upload(id, &manifest).await?;
+        // Its packs may have been amended meanwhile: then there is more to upload.
+        if node.catalog.uploaded(id, &encoded).await? {
+            return Ok(());
+        }
+    }
 }

@@ -137,6 +137,10 @@ pub fn decode(frame: &Bytes) -> Result<Bytes, FrameError> {
 
 /// Whether these bytes are the content of `id`. Nothing that fails this may be used.
 pub fn check(key: &DomainKey, id: &ChunkId, plain: &[u8]) -> Result<(), FrameError> {
+    #[cfg(test)]
+    if crate::mutant::is_on(crate::mutant::Mutant::Unverified) {
+        return Ok(());
+    }
     let actual = hash(key, plain);
     if actual == *id { Ok(()) } else { Err(FrameError::WrongHash { actual }) }
 }

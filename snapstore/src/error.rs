@@ -71,13 +71,13 @@ pub enum ReadError {
         /// Where it was looked for.
         tried: Vec<Tried>,
     },
-    /// The blob store could not be asked just now. Ask again.
+    /// The blob store, or the catalog, could not be asked just now. Ask again.
     #[error("chunk {chunk} cannot be fetched now: {cause}")]
     Unavailable {
         /// The chunk.
         chunk: ChunkId,
-        /// The last answer of the blob store.
-        cause: BlobError,
+        /// The last answer of whoever could not be asked.
+        cause: String,
     },
     /// The image has no such chunk.
     #[error("chunk number {chunk} is beyond the image's {chunks} chunks")]

@@ -6,6 +6,8 @@
 //!                    └──> blob store: the frames they are in, neighbours in one read, single flight per frame
 //!                            │ none good
 //!                            └──> footers not read yet ──> here ──> blob store      (new places only)
+//!                                    │ none good
+//!                                    └──> the snapshot's packs as the catalog has them now ──> footers ──> …
 //!
 //!   every chunk from wherever ──> check: keyed hash == id ──> good: to the caller; its frame into cache and memory
 //!                                                         ──> bad:  its frame is dropped, counted; next place
@@ -22,43 +24,31 @@
 mod footers;
 mod local;
 mod remote;
+mod scope;
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use bytes::Bytes;
 use tokio::sync::Semaphore;
 
 pub(crate) use self::footers::FooterError;
+pub(crate) use self::scope::Scope;
+
 use self::local::MemoryFrames;
 use self::remote::Decoded;
 use crate::blob::{BlobError, BlobStore};
 use crate::cache::{ChunkCache, Place};
 use crate::error::{ReadError, Source, Tried};
 use crate::flight::Flights;
-use crate::ids::{ChunkId, DomainKey, PackId};
-use crate::pack::{FramePlace, PackRef};
+use crate::ids::{ChunkId, PackId};
+use crate::pack::FramePlace;
 use crate::staging::Staging;
 use crate::stats::Counters;
 
 /// A frame or footer from the blob store that does not verify is read again once: it may have been damaged on the way.
 const REMOTE_TRIES: u32 = 2;
-
-/// What a reader may see: its domain's key, and the packs that hold its chunks.
-pub(crate) struct Scope {
-    pub(crate) key: DomainKey,
-    pub(crate) packs: Vec<PackRef>,
-    ids: HashSet<PackId>,
-    footers_known: AtomicBool,
-}
-
-impl Scope {
-    pub(crate) fn new(key: DomainKey, packs: Vec<PackRef>) -> Arc<Self> {
-        let ids = packs.iter().map(|pack| pack.id).collect();
-        Arc::new(Self { key, packs, ids, footers_known: AtomicBool::new(false) })
-    }
-}
 
 /// How much a fetcher does at once and keeps.
 #[derive(Debug, Clone, Copy)]
@@ -89,7 +79,8 @@ struct Search {
     id: ChunkId,
     found: Option<Bytes>,
     tried: Vec<Tried>,
-    unavailable: Option<BlobError>,
+    /// Why not every place could be asked.
+    unavailable: Option<String>,
     /// Packs that were asked for it.
     seen: HashSet<PackId>,
     /// Where it may be in the blob store, the likeliest place last.
@@ -100,6 +91,10 @@ impl Search {
     fn new(id: ChunkId) -> Self {
         let (tried, seen, places) = (Vec::new(), HashSet::new(), Vec::new());
         Self { id, found: None, tried, unavailable: None, seen, places }
+    }
+
+    fn is_open(&self) -> bool {
+        self.found.is_none()
     }
 
     fn note(&mut self, source: Source, outcome: impl ToString) {
@@ -162,19 +157,36 @@ impl Fetcher {
             return searches.into_iter().map(Search::result).collect();
         }
         let mut searches = self.look_away(scope, searches).await;
-        if searches.iter().any(|search| search.found.is_none()) {
-            for (pack, error) in self.load_footers(scope).await {
-                for search in searches.iter_mut().filter(|search| search.found.is_none()) {
-                    match &error {
-                        FooterError::Blob(error) if error.is_transient() => search.unavailable = Some(error.clone()),
-                        error => search.note(Source::Footer(pack), error),
+        if searches.iter().any(Search::is_open) {
+            searches = self.look_in_footers(scope, searches).await;
+        }
+        // Its chunks may have been moved since the snapshot was opened.
+        if searches.iter().any(Search::is_open) {
+            match scope.refresh().await {
+                Ok(true) => searches = self.look_in_footers(scope, searches).await,
+                Ok(false) => {}
+                Err(error) => {
+                    for search in searches.iter_mut().filter(|search| search.is_open()) {
+                        search.unavailable = Some(error.to_string());
                     }
                 }
             }
-            searches = self.look_here(scope, searches).await;
-            searches = self.look_away(scope, searches).await;
         }
         searches.into_iter().map(Search::result).collect()
+    }
+
+    /// Looks again when it is known of every pack what it holds.
+    async fn look_in_footers(self: &Arc<Self>, scope: &Arc<Scope>, mut searches: Vec<Search>) -> Vec<Search> {
+        for (pack, error) in self.load_footers(scope).await {
+            for search in searches.iter_mut().filter(|search| search.is_open()) {
+                match &error {
+                    FooterError::Blob(error) if error.is_transient() => search.unavailable = Some(error.to_string()),
+                    error => search.note(Source::Footer(pack), error),
+                }
+            }
+        }
+        let searches = self.look_here(scope, searches).await;
+        self.look_away(scope, searches).await
     }
 
     fn bad_copy(&self, search: &mut Search, source: Source, error: &dyn ToString) {

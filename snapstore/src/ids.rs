@@ -126,6 +126,12 @@ impl ChunkId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ShortId(pub [u8; 16]);
 
+impl fmt::Display for ShortId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(&self.0, f)
+    }
+}
+
 hash_id!(
     /// A pack: BLAKE3-256 (unkeyed) of all bytes of the pack.
     PackId,

@@ -31,11 +31,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use bytes::Bytes;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 
-use self::pipeline::{Framed, Group, Pipeline};
+use self::pipeline::{Framed, Group, Hashed, Pipeline, Run, TakenIn};
 use crate::blocking::blocking;
 use crate::chunk;
 use crate::error::StoreError;
@@ -53,7 +53,8 @@ pub use self::image::{ImageSpec, ImageWriter};
 pub struct Sealed {
     /// Every pack that the new snapshot may refer to: for the manifest. Those of the parent first, the new ones last.
     pub packs: Vec<PackRef>,
-    /// The packs among them that this ingest wrote. All others must already be live in the catalog.
+    /// The packs among them that this ingest wrote. All others are live in the catalog, or another ingest of this node is
+    /// about to commit them; the commit tells.
     pub new_packs: Vec<PackId>,
     /// Chunks of images and blobs that were stored.
     pub chunks_new: u64,
@@ -73,8 +74,8 @@ pub(crate) struct IngestOptions {
     pub(crate) in_flight_kib: u32,
     /// A permit for each worker that computes.
     pub(crate) workers: Arc<Semaphore>,
-    /// A random nonce for each pack.
-    pub(crate) nonce: fn() -> [u8; 16],
+    /// Packs that count as unknown: a commit was refused because of them.
+    pub(crate) avoided: Arc<RwLock<HashSet<PackId>>>,
 }
 
 /// Whether a chunk counts in what the client is told.
@@ -162,6 +163,21 @@ impl Ingest {
             pieces.push(self.0.store(Kind::Content, piece).await?);
         }
         Ok(BlobRef { size_bytes, pieces })
+    }
+
+    /// Takes chunks over from other packs: each as it is, neighbours beside each other. Waits until they are in the pipeline.
+    pub(crate) async fn copy(&self, chunks: Vec<Bytes>) -> Result<(), StoreError> {
+        self.0.check()?;
+        let number = self.0.pipeline.number();
+        self.0
+            .work(move |inner| {
+                let ids = chunks.iter().map(|plain| chunk::chunk_id(&inner.key, plain)).collect();
+                let lens: Vec<usize> = chunks.iter().map(Bytes::len).collect();
+                let taken = inner.take(number, ids, &lens, chunks.concat().into());
+                inner.count(Kind::Content, taken.new, taken.deduplicated);
+                taken.full.into_iter().try_for_each(|group| inner.write_group(group))
+            })
+            .await
     }
 
     /// Makes every chunk durable on this node. Images must be finished before; one that is not contributes nothing that
@@ -258,6 +274,9 @@ impl Inner {
             if self.used.lock().has(pack) {
                 return true;
             }
+            if self.options.avoided.read().contains(pack) {
+                return false;
+            }
             let lasting = staging.borrow(pack) || cache.is_remote(pack);
             let pack = if lasting { cache.pack(pack) } else { None };
             if let Some(pack) = pack {
@@ -265,6 +284,17 @@ impl Inner {
             }
             pack.is_some()
         })
+    }
+
+    /// Takes the chunks of a put, hashed, into the order of the puts. Blocks.
+    fn take(&self, number: u64, ids: Vec<ChunkId>, lens: &[usize], plain: Bytes) -> TakenIn {
+        let settled = self.pipeline.settled(&ids);
+        let chunks = ids.into_iter().zip(lens).zip(settled).map(|((id, len), settled)| Hashed {
+            id,
+            len: *len,
+            stored: id.is_zero() || (!settled && self.is_known(&id)),
+        });
+        self.pipeline.take_in(number, Run { chunks: chunks.collect(), plain })
     }
 
     /// Compresses a frame and writes it. Blocks.
@@ -289,7 +319,7 @@ impl Inner {
         full.extend(open.take_if(|writer| !writer.has_room(frame.len(), content.chunks.len())));
         let writer = match &mut *open {
             Some(writer) => writer,
-            empty => empty.insert(self.fetcher.staging.create((self.options.nonce)())?),
+            empty => empty.insert(self.fetcher.staging.create(crate::random::bytes())?),
         };
         writer.append(&frame, content)?;
         full.extend(open.take_if(|writer| writer.len() >= self.options.pack_target_bytes));
@@ -311,6 +341,10 @@ impl Inner {
 
     /// Publishes all packs. Blocks.
     fn publish(&self) -> Result<Sealed, StoreError> {
+        // Chunks that were copied last; an image has seen to its own.
+        if let Some(group) = self.pipeline.flush() {
+            self.write_group(group)?;
+        }
         if let Some(writer) = self.open.lock().take() {
             self.finish_pack(writer)?;
         }

@@ -5,7 +5,7 @@
 //!                store ── opens the parts, hands out writers and readers
 //!              /   |    \
 //!        ingest  reader  upload            a snapshot in, a snapshot out, a snapshot away
-//!              \   |    /
+//!              \   |    /              publish: sees a snapshot through to its commit
 //!                fetch                     one chunk, from wherever a good copy is; single flight
 //!              /   |    \
 //!         cache staging  blob              RocksDB | files | S3
@@ -14,6 +14,9 @@
 //!         ids  clock                       used by all, and by the catalog
 //!
 //!         catalog                          names and rows; knows nothing of chunks
+//!         gc  census  check  publish       above both: what is needed, what is not, what is whole
+//!         repack  rewrite                  and what lies where it should not
+//!         gc ── catalog and blob           what no snapshot needs leaves the blob store
 //!         s3d                              an S3 endpoint for a node that has none
 //! ```
 //!
@@ -23,17 +26,26 @@ pub mod blob;
 mod blocking;
 pub mod cache;
 pub mod catalog;
+pub mod census;
+pub mod check;
 pub mod chunk;
 pub mod clock;
 pub mod error;
 mod fetch;
 mod flight;
+pub mod gc;
 pub mod ids;
 pub mod index;
 mod ingest;
 pub mod manifest;
+#[cfg(test)]
+pub(crate) mod mutant;
 pub mod pack;
+pub mod publish;
+mod random;
 mod reader;
+pub mod repack;
+pub mod rewrite;
 pub mod s3d;
 pub mod staging;
 mod stats;

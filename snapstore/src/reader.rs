@@ -16,9 +16,10 @@ use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use tokio::sync::OnceCell;
 
+use crate::catalog::{Catalog, CatalogError};
 use crate::error::ReadError;
 use crate::fetch::{Fetcher, Scope};
-use crate::ids::{ChunkId, ChunkNo};
+use crate::ids::{ChunkId, ChunkNo, DomainKey};
 use crate::index::{self, FANOUT, Geometry, IndexError, Level};
 use crate::manifest::{BLOB_PIECE_BYTES, BlobRef, ImageRef, MAX_BLOB_BYTES, Manifest};
 
@@ -48,9 +49,25 @@ impl SnapshotReader {
         Self { fetcher, scope, manifest }
     }
 
+    /// The same, for as long as it is used: when its chunks are moved into other packs, `catalog` is asked for them.
+    pub fn following(self, catalog: Arc<Catalog>) -> Self {
+        let scope = self.scope.following(catalog, self.manifest.snapshot_id);
+        Self { scope, ..self }
+    }
+
     /// The manifest it was opened with.
     pub fn manifest(&self) -> &Arc<Manifest> {
         &self.manifest
+    }
+
+    pub(crate) fn key(&self) -> DomainKey {
+        self.scope.key
+    }
+
+    /// The manifest with the packs that the catalog names now: what a child inherits.
+    pub async fn current(&self) -> Result<Manifest, CatalogError> {
+        self.scope.refresh().await?;
+        Ok(Manifest { packs: self.scope.packs().refs.clone(), ..(*self.manifest).clone() })
     }
 
     /// A reader of one of the snapshot's images. An impossible size or chunking shows at the first read.

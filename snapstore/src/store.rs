@@ -17,7 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::Semaphore;
 
 use crate::blob::{BlobCounters, BlobStore, Counted, Hedged, MANIFESTS_PREFIX, PACKS_PREFIX, manifest_key};
@@ -34,6 +34,8 @@ use crate::reader::SnapshotReader;
 use crate::staging::Staging;
 use crate::stats::{Counters, RemoteUsage, StoreStats};
 use crate::upload::{self, UploadReport};
+
+mod leaving;
 
 /// How a store works. [`StoreConfig::new`] has the defaults.
 #[derive(Debug, Clone)]
@@ -56,8 +58,6 @@ pub struct StoreConfig {
     pub memory_bytes: u64,
     /// Limits of the cache.
     pub cache: CacheLimits,
-    /// A random nonce for each pack.
-    pub nonce: fn() -> [u8; 16],
 }
 
 impl StoreConfig {
@@ -73,7 +73,6 @@ impl StoreConfig {
             remote_reads_at_once: 64,
             memory_bytes: 32 << 20,
             cache: CacheLimits { disk_bytes: 20 << 30, block_cache_bytes: 32 << 20, write_buffer_bytes: 32 << 20 },
-            nonce: || uuid::Uuid::new_v4().into_bytes(),
         }
     }
 }
@@ -100,10 +99,22 @@ impl Store {
         let (cache, staging) = blocking(move || -> Result<_, StoreError> {
             let staging = Staging::open(&dir.join("staging"))?;
             let cache = ChunkCache::open(&dir.join("cache"), limits)?;
-            register_staged(&cache, &staging);
             Ok((Arc::new(cache), Arc::new(staging)))
         })
         .await?;
+        Ok(Self::of_parts(config, cache, staging, blobs, clock).await)
+    }
+
+    /// A store of parts that are open already.
+    pub(crate) async fn of_parts(
+        config: StoreConfig,
+        cache: Arc<ChunkCache>,
+        staging: Arc<Staging>,
+        blobs: Arc<dyn BlobStore>,
+        clock: Arc<dyn Clock>,
+    ) -> Arc<Self> {
+        let (known, staged) = (Arc::clone(&cache), Arc::clone(&staging));
+        blocking(move || register_staged(&known, &staged)).await;
         let blob_counters = Arc::new(BlobCounters::default());
         let blobs = Arc::new(Hedged::new(Arc::new(Counted::new(blobs, Arc::clone(&blob_counters)))));
         let limits = FetchLimits {
@@ -111,14 +122,14 @@ impl Store {
             remote_at_once: config.remote_reads_at_once,
             memory_bytes: config.memory_bytes,
         };
-        Ok(Arc::new(Self {
+        Arc::new(Self {
             fetcher: Fetcher::new(cache, staging, blobs, Arc::new(Counters::default()), limits),
             ingest: ingest_options(&config),
             blob_counters,
             remote: Mutex::default(),
             uploading: tokio::sync::Mutex::new(()),
             clock,
-        }))
+        })
     }
 
     /// A writer for one snapshot. `key`: the dedup domain's. `parent`: chunks are deduplicated against its packs too, whose
@@ -131,6 +142,13 @@ impl Store {
             }
         }
         Ok(Ingest::new(Arc::clone(&self.fetcher), self.ingest.clone(), key, &packs))
+    }
+
+    /// A writer for chunks that are copied out of packs: those packs count as unknown.
+    pub(crate) fn begin_copy(&self, key: DomainKey, out_of: &HashSet<PackId>) -> Ingest {
+        let avoided = self.ingest.avoided.read().union(out_of).copied().collect();
+        let options = IngestOptions { avoided: Arc::new(RwLock::new(avoided)), ..self.ingest.clone() };
+        Ingest::new(Arc::clone(&self.fetcher), options, key, &[])
     }
 
     /// A reader of a stored snapshot. Fetches nothing yet; footers of packs are read when a chunk's place is not known.
@@ -164,6 +182,23 @@ impl Store {
         let report = upload::upload(&self.fetcher, id, manifest).await?;
         tracing::info!(snapshot = %id, ?report, "uploaded");
         Ok(report)
+    }
+
+    /// Uploads those of these packs that are staged here, whatever snapshot they are for: one that was deleted before its
+    /// upload may have left packs to a snapshot of another node, which sees to its own only. Returns how many there were.
+    pub async fn upload_staged(&self, packs: &HashSet<PackId>) -> Result<u64, StoreError> {
+        let _one = self.uploading.lock().await;
+        let mut sorted: Vec<PackId> = packs.iter().copied().collect();
+        sorted.sort_unstable();
+        let mut uploaded = 0;
+        for pack in sorted {
+            let fetcher = Arc::clone(&self.fetcher);
+            if let Some((named, _)) = blocking(move || fetcher.staging.footer(&pack)).await? {
+                upload::upload_pack(Arc::clone(&self.fetcher), named).await?;
+                uploaded += 1;
+            }
+        }
+        Ok(uploaded)
     }
 
     /// Drops staged packs of earlier processes that no committed manifest names: `keep` has those that one does. Packs that
@@ -247,7 +282,6 @@ impl Store {
         blocking(move || fetcher.cache.flush()).await;
     }
 
-    #[cfg(test)]
     pub(crate) fn fetcher(&self) -> &Arc<Fetcher> {
         &self.fetcher
     }
@@ -261,7 +295,7 @@ fn ingest_options(config: &StoreConfig) -> IngestOptions {
         in_flight: Arc::new(Semaphore::new(in_flight_kib as usize)),
         in_flight_kib,
         workers: Arc::new(Semaphore::new(config.ingest_workers.max(1))),
-        nonce: config.nonce,
+        avoided: Arc::default(),
     }
 }
 

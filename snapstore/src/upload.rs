@@ -47,7 +47,7 @@ pub struct UploadReport {
 }
 
 /// What became of one pack; the number is the bytes written.
-enum Uploaded {
+pub(crate) enum Uploaded {
     Now(u64),
     Before,
 }
@@ -90,7 +90,7 @@ pub(crate) async fn upload(
     Ok(report)
 }
 
-async fn upload_pack(fetcher: Arc<Fetcher>, pack: PackRef) -> Result<Uploaded, StoreError> {
+pub(crate) async fn upload_pack(fetcher: Arc<Fetcher>, pack: PackRef) -> Result<Uploaded, StoreError> {
     let look = Arc::clone(&fetcher);
     let staged = blocking(move || -> Result<Staged, StoreError> {
         if look.cache.is_remote(&pack.id) {

@@ -113,6 +113,12 @@ pub struct UpArgs {
     /// Disk that the chunk cache may take, MiB; what is not uploaded yet is kept besides
     #[arg(long, default_value_t = 20_480, value_name = "MIB", value_parser = clap::value_parser!(u64).range(16..))]
     pub cache_mib: u64,
+    /// How often what no snapshot needs is deleted from the object store; 0s: only by `snapyard store gc`
+    #[arg(long, default_value = "1h", value_name = "DURATION", value_parser = parse_duration)]
+    pub gc_interval: Duration,
+    /// How long something must have been of no use before it is deleted
+    #[arg(long, default_value = "1h", value_name = "DURATION", value_parser = parse_duration)]
+    pub gc_grace: Duration,
     /// Domain of the host names <port>-<id>.DOMAIN that clients are told; the proxy answers under any
     #[arg(long, default_value = "snapyard.localhost", value_name = "DOMAIN")]
     pub domain: String,
@@ -311,7 +317,35 @@ pub struct TemplateBuildArgs {
 #[derive(Debug, Subcommand)]
 pub enum StoreCommand {
     /// Chunks, cache, object store, memory images and VMMs of the node
-    Stats,
+    Stats(StoreStatsArgs),
+    /// Delete what no snapshot needs any more; a pack goes when it was of no use in two collections, `--gc-grace` apart
+    Gc(StoreGcArgs),
+    /// Read everything that a snapshot needs from where it is stored, and check it
+    Fsck(StoreFsckArgs),
+}
+
+/// `snapyard store stats`
+#[derive(Debug, Args)]
+pub struct StoreStatsArgs {
+    /// Also what each snapshot takes, and what deleting it would free; reads every snapshot's index
+    #[arg(long)]
+    pub snapshots: bool,
+}
+
+/// `snapyard store fsck`
+#[derive(Debug, Args)]
+pub struct StoreFsckArgs {
+    /// Copy what is good anywhere (the cache included) into new packs, in place of the damaged ones
+    #[arg(long)]
+    pub repair: bool,
+}
+
+/// `snapyard store gc`
+#[derive(Debug, Args)]
+pub struct StoreGcArgs {
+    /// Say what would be done, and do nothing
+    #[arg(long)]
+    pub dry_run: bool,
 }
 
 /// A sandbox's lifetime, as the API wants it.

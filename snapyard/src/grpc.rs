@@ -7,6 +7,7 @@ use snapyard_proto::auth::{AttachToken, ClusterToken};
 use snapyard_proto::v1::catalog_client::CatalogClient;
 use snapyard_proto::v1::node_client::NodeClient;
 use snapyard_proto::v1::scheduler_client::SchedulerClient;
+use snapyard_proto::v1::storage_client::StorageClient;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Channel, Endpoint};
 
@@ -50,6 +51,11 @@ impl Backend {
     /// What runs; for a connection to a node.
     pub fn node(&self) -> NodeClient<Authenticated> {
         NodeClient::with_interceptor(self.channel.clone(), self.token.attach())
+    }
+
+    /// What is stored; for a connection to a node.
+    pub fn storage(&self) -> StorageClient<Authenticated> {
+        StorageClient::with_interceptor(self.channel.clone(), self.token.attach())
     }
 
     /// Where things run; for a connection to a scheduler.

@@ -80,7 +80,9 @@ async fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Rollback(args) => sandbox::rollback(&context, args).await?,
         Command::Template(TemplateCommand::Build(args)) => template::build(&context, args).await?,
         Command::Template(TemplateCommand::Ls) => template::ls(&context).await?,
-        Command::Store(StoreCommand::Stats) => store::stats(&context).await?,
+        Command::Store(StoreCommand::Stats(args)) => store::stats(&context, args.snapshots).await?,
+        Command::Store(StoreCommand::Gc(args)) => store::gc(&context, args.dry_run).await?,
+        Command::Store(StoreCommand::Fsck(args)) => store::fsck(&context, args.repair).await?,
     }
     Ok(0)
 }

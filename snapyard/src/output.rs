@@ -2,6 +2,8 @@
 //!
 //! JSON keys are snake_case with the unit in the name; times are RFC 3339 in UTC; what does not apply is `null`.
 
+pub mod storage;
+
 use std::io::{self, Write as _};
 
 use comfy_table::{Cell, ContentArrangement, Table};

@@ -218,6 +218,8 @@ fn node_config(
         fault_deadline: args.fault_deadline,
         idle_image_bytes: args.idle_images_mib << 20,
         cache_bytes: args.cache_mib << 20,
+        gc_interval: (!args.gc_interval.is_zero()).then_some(args.gc_interval),
+        gc_grace: args.gc_grace,
         vmm_uid: args.vmm_uid,
     })
 }

@@ -6,8 +6,9 @@
 use std::sync::Arc;
 
 use snapyard_snapstore::catalog::names::SnapshotName;
-use snapyard_snapstore::catalog::{Committed, Idempotency, Made, SnapshotCommit, SnapshotRow};
+use snapyard_snapstore::catalog::{Idempotency, Made, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::ids::{SandboxId, SnapshotId, TeamId};
+use snapyard_snapstore::publish::Outcome;
 
 use crate::agent::Agent;
 use crate::capture::{self, Identity};
@@ -79,24 +80,24 @@ async fn take(
         parent: Some(parent),
         created_unix_ms,
     };
-    let stored = capture::store_capture(node, &identity, captured).await?;
+    let kept = capture::keep_capture(node, &identity, captured)?;
     let retention_ms = call.retention_ms.unwrap_or(node.config.retention.as_millis() as i64);
-    let row = SnapshotRow {
-        name,
+    let row = |stored: &capture::Stored| SnapshotRow {
+        name: name.clone(),
         sandbox_id: Some(sandbox.facts.id.clone()),
         expires_unix_ms: Some(created_unix_ms.saturating_add(retention_ms)),
         idempotency: call.idempotency.clone(),
         pause_us: u32::try_from(pause.as_micros()).unwrap_or(u32::MAX),
-        ..capture::row(node, &identity, &stored, &call.team)
+        ..capture::row(node, &identity, stored, &call.team)
     };
-    let commit = SnapshotCommit { row, manifest: stored.manifest.encode(), packs: stored.manifest.packs.clone() };
-    let row = match node.catalog.commit_snapshot(&commit).await {
-        Ok(Committed::New(row)) => row,
-        refused => {
-            capture::discard(node, stored.sealed).await;
-            // Replayed: another copy of the request was faster.
-            return Ok(refused?.into_inner());
-        }
+    let commit = |commit: SnapshotCommit| async move {
+        let row = node.catalog.commit_snapshot(&commit).await?.into_inner();
+        Ok(if row.id == commit.row.id { Outcome::Ours(row) } else { Outcome::Other(row) })
+    };
+    let (stored, row) = match capture::publish(node, &identity, &kept, row, commit).await? {
+        (stored, Outcome::Ours(row)) => (stored, row),
+        // Another copy of the request was faster.
+        (_, Outcome::Other(row)) => return Ok(row),
     };
     publish(node, &identity, stored).await;
     node.uploads.notify_one();

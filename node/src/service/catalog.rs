@@ -9,6 +9,7 @@ use tonic::{Request, Response, Status};
 
 use super::convert;
 use crate::error::NodeError;
+use crate::maintenance;
 use crate::node::State;
 
 /// What exists, for the API tier.
@@ -68,8 +69,7 @@ impl v1::catalog_server::Catalog for CatalogService {
         let deleted = self.0.catalog.delete(&team, &request.reference).await.map_err(NodeError::from)?;
         match (deleted, start) {
             (Deleted::Snapshot(id), _) => {
-                self.0.residency.evict(&id);
-                self.0.standbys.forget(&id);
+                maintenance::forget(&self.0, &id);
             }
             // A template's own snapshot goes from memory by age: sandboxes of it may still run.
             (Deleted::Template(_), Some(id)) => self.0.standbys.forget(&id),

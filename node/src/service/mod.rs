@@ -4,6 +4,8 @@
 mod catalog;
 mod convert;
 mod node;
+mod storage;
 
 pub use catalog::CatalogService;
 pub use node::NodeService;
+pub use storage::StorageService;

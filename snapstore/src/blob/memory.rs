@@ -21,6 +21,11 @@ impl MemoryBlobs {
         Self::default()
     }
 
+    /// Whether there is such an object.
+    pub fn has(&self, key: &str) -> bool {
+        self.find(key).is_ok()
+    }
+
     /// All keys, in order.
     pub fn keys(&self) -> Vec<String> {
         self.objects.lock().keys().cloned().collect()

@@ -23,6 +23,13 @@ pub enum ErrorKind {
     Corrupt,
 }
 
+fn not_live(packs: &[PackId]) -> String {
+    const NAMED: usize = 3;
+    let named: Vec<String> = packs.iter().take(NAMED).map(PackId::to_string).collect();
+    let more = if packs.len() > NAMED { ", …" } else { "" };
+    format!("{} pack(s) are not live ({}{more})", packs.len(), named.join(", "))
+}
+
 /// An error of the catalog. Unless the kind is [`ErrorKind::Unknown`], nothing was changed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CatalogError {
@@ -99,11 +106,17 @@ pub enum CatalogError {
         /// How far its build is.
         status: BuildStatus,
     },
-    /// A pack that the snapshot uses is about to be deleted: its chunks must be written again.
-    #[error("pack {pack} is condemned: write its chunks into a new pack and commit again")]
-    PackCondemned {
-        /// The pack.
-        pack: PackId,
+    /// Packs that the snapshot uses are being deleted, or are not known: their chunks must be written again.
+    #[error("{}: write their chunks into new packs and commit again", not_live(packs))]
+    PacksNotLive {
+        /// All of them.
+        packs: Vec<PackId>,
+    },
+    /// Another has taken the lease, or its holder was counted as dead: what the holder had under way did not happen.
+    #[error("the lease {lease} is lost: take it anew and begin again")]
+    LeaseLost {
+        /// Its key.
+        lease: String,
     },
     /// The idempotency key was used for another request.
     #[error("the idempotency key {key:?} was used with a different request: use a new key")]
@@ -153,10 +166,9 @@ impl CatalogError {
             | Self::NoMove { .. }
             | Self::AliasTaken { .. }
             | Self::TemplateNotReady { .. }
-            | Self::PackCondemned { .. }
             | Self::IdempotencyMismatch { .. }
             | Self::IdempotencyGone { .. } => ErrorKind::Conflict,
-            Self::Contended { .. } => ErrorKind::Unavailable,
+            Self::Contended { .. } | Self::PacksNotLive { .. } | Self::LeaseLost { .. } => ErrorKind::Unavailable,
             Self::CorruptRow { .. } => ErrorKind::Corrupt,
             Self::Kv(KvError::Refused { .. }) => ErrorKind::Invalid,
             Self::Kv(KvError::Unavailable { .. }) => ErrorKind::Unavailable,

@@ -8,10 +8,15 @@
 //!   listing/<team>/<time>/<uuid>                  (empty) snapshots that are listed, by creation
 //!   taken/<sandbox>/<time>/<uuid>                 (empty) snapshots by their source
 //!   expiry/<time>/<uuid>                          (empty) snapshots that expire, by when
-//!   upload/<uuid>                                 (empty) snapshots not yet wholly in the object store
+//!   upload/<uuid>                                 snapshots not wholly in the object store: who uploads, if not the origin
 //!   condemned/<uuid>                              (empty) snapshots to be removed when nothing occupies them
 //!   occupancy/<uuid>/<sandbox>                    (empty) who was restored from a snapshot
 //!   pack/<pack>                                   PackRow
+//!   tombstone/<time>/<pack>                       (empty) packs that are gone, by when
+//!   orphan/<uuid>                                 OrphanRow: a manifest object that no snapshot row goes with
+//!   lease/<name>                                  LeaseRow
+//!   writer/<node>/<holder>                        LeaseRow of a process that writes snapshots
+//!   deployment                                    DeploymentRow
 //!   sandbox/<sandbox>                             SandboxRow
 //!   sandboxes/<team>/<time>/<sandbox>             (empty) by start
 //!   node/<node>/<sandbox>                         (empty) by node
@@ -30,6 +35,7 @@ use crate::ids::{NodeId, PackId, SandboxId, SnapshotId, TeamId, TemplateId};
 
 use super::kv::{Key, KeyRange};
 use super::names::SnapshotName;
+use super::upkeep_rows::LeaseHolder;
 
 /// Milliseconds since the epoch as sortable text; before the epoch counts as the epoch.
 pub(super) fn time(unix_ms: i64) -> String {
@@ -109,6 +115,37 @@ pub(super) const PACKS: &str = "pack/";
 
 pub(super) fn pack(id: &PackId) -> Key {
     format!("{PACKS}{id}").into_bytes()
+}
+
+pub(super) const TOMBSTONES: &str = "tombstone/";
+
+pub(super) const ORPHANS: &str = "orphan/";
+
+pub(super) fn orphan(id: &SnapshotId) -> Key {
+    format!("{ORPHANS}{id}").into_bytes()
+}
+
+pub(super) fn lease(name: &str) -> Key {
+    format!("lease/{name}").into_bytes()
+}
+
+pub(super) const WRITERS: &str = "writer/";
+
+pub(super) fn writers_of(node: &NodeId) -> String {
+    format!("{WRITERS}{node}/")
+}
+
+pub(super) fn writer(node: &NodeId, holder: &LeaseHolder) -> Key {
+    format!("{}{holder}", writers_of(node)).into_bytes()
+}
+
+pub(super) const DEPLOYMENT: &str = "deployment";
+
+/// What follows `after` in `range`.
+pub(super) fn following(mut range: KeyRange, after: Key) -> KeyRange {
+    range.start = after;
+    range.start.push(0);
+    range
 }
 
 pub(super) fn sandbox(id: &SandboxId) -> Key {

@@ -163,6 +163,35 @@ pub trait KeyValue: Send + Sync + 'static {
     }
 }
 
+/// Refuses what cannot be a key, in any engine.
+pub(super) fn check_key(key: &[u8]) -> Result<(), KvError> {
+    match key.first() {
+        None => Err(KvError::Refused { action: "take a key", reason: "it is empty".into() }),
+        Some(0) => Err(KvError::Refused { action: "take a key", reason: "it begins with NUL".into() }),
+        Some(_) => Ok(()),
+    }
+}
+
+/// Refuses what cannot be a transaction, in any engine.
+pub(super) fn check_txn(compares: &[Compare], ops: &[Op]) -> Result<(), KvError> {
+    for compare in compares {
+        match compare {
+            Compare::Absent(key) | Compare::Present(key) | Compare::Revision(key, _) => check_key(key)?,
+            Compare::Empty(range) => check_key(&range.start)?,
+        }
+    }
+    let mut keys: Vec<&[u8]> = ops.iter().map(Op::key).collect();
+    keys.sort_unstable();
+    for (i, key) in keys.iter().enumerate() {
+        check_key(key)?;
+        if i > 0 && keys[i - 1] == *key {
+            let reason = format!("key {:?} is written twice", String::from_utf8_lossy(key));
+            return Err(KvError::Refused { action: "write", reason });
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   teams  snapshots  listing  sandboxes  templates  packs  resolve  idempotency     what may happen, over
+//!   uploads  amending  leases  retention  references  sweeping                        and how it is kept up
 //!   ─────────────────────────────────────────────────────────────────────────────
 //!   rows (values) · wire (their bytes) · keys (where they lie) · names (their text)
 //!   ─────────────────────────────────────────────────────────────────────────────
 //!   kv: get_many, range, txn                                                         the seam
 //!   ─────────────────────────────────────────────────────────────────────────────
-//!   rocks: embedded engine
+//!   rocks: embedded engine · memory: for tests
 //! ```
 //!
 //! Every change is one conditional transaction: read the rows it depends on, decide, write on the condition that they have
@@ -19,7 +20,8 @@
 //! 2. A sandbox row implies an occupancy row for its snapshot (and for the one it is moving to), and the reverse: none
 //!    outlives its sandbox.
 //! 3. A snapshot row goes only while no occupancy row for it exists. A row that is gone or condemned gets no new one.
-//! 4. A committed snapshot has its manifest, and a live row for every pack that the manifest names.
+//! 4. A committed snapshot has its manifest, and a row for every pack that the manifest names: live, or condemned until a
+//!    look sees the snapshot.
 //! 5. Index entries (listing, by source, by node, expiry, upload) are written and removed with their rows.
 //!
 //! A transaction whose outcome is unknown (the engine failed after it was sent) is reported as such, and may be sent again:
@@ -27,41 +29,57 @@
 //!
 //! Deliberately absent: the bytes of chunks and packs, anything about processes, and waiting.
 
+mod amending;
 #[cfg(test)]
 pub(crate) mod conformance;
 mod error;
 mod idempotency;
 mod keys;
 pub mod kv;
+mod leases;
 mod listing;
+pub mod memory;
 pub mod names;
 mod packs;
+mod references;
 mod resolve;
+mod retention;
 pub mod rocks;
 mod rows;
 mod sandboxes;
 mod snapshots;
+mod sweeping;
 mod teams;
 mod templates;
+mod upkeep_rows;
+mod uploads;
 mod wire;
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 
+pub use amending::{Addition, Amended, Removal};
 pub use error::{CatalogError, ErrorKind};
 pub use idempotency::{IDEMPOTENCY_MS, Made};
+pub use leases::{Lease, WriterLease};
 pub use listing::{MAX_PAGE, Page, SandboxFilter, SnapshotFilter};
+pub use packs::{Moved, PackSeen};
+pub use references::ManifestSeen;
 pub use resolve::{Deleted, Resolved};
+pub use retention::Expired;
 pub use rows::{
     BuildStatus, Idempotency, PackRow, PackState, RemoteStatus, SandboxRow, SandboxState, Shape, SnapshotRow, Team,
     TemplateRow,
 };
 pub use snapshots::{MAX_MANIFEST_BYTES, SnapshotCommit, SnapshotTotals};
+pub use sweeping::OrphanSeen;
+pub use upkeep_rows::LeaseHolder;
+pub use uploads::PendingUpload;
 
 use crate::clock::Clock;
 
-use kv::{Compare, Entry, Key, KeyRange, KeyValue, Op, TxnOutcome};
+use kv::{Compare, Entry, Key, KeyRange, KeyValue, Op, Revision, TxnOutcome};
 use wire::Row;
 
 /// How often a change is tried again because others changed the same rows.
@@ -108,8 +126,19 @@ impl Catalog {
         Ok(catalog)
     }
 
-    fn now(&self) -> i64 {
+    /// The time by the catalog's clock.
+    pub fn now_unix_ms(&self) -> i64 {
         self.clock.now_unix_ms()
+    }
+
+    /// The catalog in a store as it is: nothing is read or tidied up first.
+    #[cfg(test)]
+    pub(crate) fn over_for_tests(kv: Arc<dyn KeyValue>, clock: Arc<dyn Clock>) -> Arc<Self> {
+        Arc::new(Self { kv, clock })
+    }
+
+    fn now(&self) -> i64 {
+        self.now_unix_ms()
     }
 
     /// Reads a row with the entry it came from.
@@ -127,17 +156,21 @@ impl Catalog {
                 all.extend(batch);
                 return Ok(all);
             };
-            range.start = last.key.clone();
-            range.start.push(0);
+            range = keys::following(range, last.key.clone());
             all.extend(batch);
         }
     }
 
     /// Sends a draft. `false`: a condition did not hold, read again and decide anew.
     async fn send(&self, draft: Draft) -> Result<bool, CatalogError> {
+        Ok(self.send_for_revision(draft).await?.is_some())
+    }
+
+    /// The same; answers the revision of what was written.
+    async fn send_for_revision(&self, draft: Draft) -> Result<Option<Revision>, CatalogError> {
         match self.kv.txn(draft.compares, draft.ops).await? {
-            TxnOutcome::Committed(_) => Ok(true),
-            TxnOutcome::Conflict => Ok(false),
+            TxnOutcome::Committed(revision) => Ok(Some(revision)),
+            TxnOutcome::Conflict => Ok(None),
         }
     }
 }
@@ -156,6 +189,10 @@ impl Draft {
 
     fn require_unchanged(&mut self, entry: &Entry) {
         self.compares.push(Compare::Revision(entry.key.clone(), entry.revision));
+    }
+
+    fn require_revision(&mut self, key: Key, revision: Revision) {
+        self.compares.push(Compare::Revision(key, revision));
     }
 
     fn require_as_read(&mut self, key: Key, entry: Option<&Entry>) {
@@ -202,6 +239,18 @@ macro_rules! until_settled {
     }};
 }
 use until_settled;
+
+/// A pack's row as it lies in the store, for tests that put one in its place.
+#[cfg(test)]
+pub(crate) fn encoded_for_tests(row: &PackRow) -> Bytes {
+    wire::encode(row).expect("a row of a test is small")
+}
+
+/// The row in an entry, for tests that look at the store itself.
+#[cfg(test)]
+pub(crate) fn decoded_pack_for_tests(entry: &Entry) -> PackRow {
+    wire::decode(entry).expect("a row that was committed")
+}
 
 #[cfg(test)]
 mod tests;

@@ -29,7 +29,9 @@ use rocksdb::{
 };
 use tokio::sync::{mpsc, oneshot};
 
-use super::kv::{Compare, Entry, Key, KeyRange, KeyValue, KvError, Op, Order, Revision, TxnOutcome};
+use super::kv::{
+    Compare, Entry, Key, KeyRange, KeyValue, KvError, Op, Order, Revision, TxnOutcome, check_key, check_txn,
+};
 
 const FORMAT_KEY: &[u8] = b"\0format";
 const FORMAT: &[u8] = &[1];
@@ -205,33 +207,6 @@ fn read_error(key: &[u8], error: &rocksdb::Error) -> KvError {
         rocksdb::ErrorKind::Corruption => corrupt(key, error.as_ref()),
         _ => KvError::Unavailable { action: "read", reason: error.to_string() },
     }
-}
-
-fn check_key(key: &[u8]) -> Result<(), KvError> {
-    match key.first() {
-        None => Err(KvError::Refused { action: "take a key", reason: "it is empty".into() }),
-        Some(0) => Err(KvError::Refused { action: "take a key", reason: "it begins with NUL".into() }),
-        Some(_) => Ok(()),
-    }
-}
-
-fn check_txn(compares: &[Compare], ops: &[Op]) -> Result<(), KvError> {
-    for compare in compares {
-        match compare {
-            Compare::Absent(key) | Compare::Present(key) | Compare::Revision(key, _) => check_key(key)?,
-            Compare::Empty(range) => check_key(&range.start)?,
-        }
-    }
-    let mut keys: Vec<&[u8]> = ops.iter().map(Op::key).collect();
-    keys.sort_unstable();
-    for (i, key) in keys.iter().enumerate() {
-        check_key(key)?;
-        if i > 0 && keys[i - 1] == *key {
-            let reason = format!("key {:?} is written twice", String::from_utf8_lossy(key));
-            return Err(KvError::Refused { action: "write", reason });
-        }
-    }
-    Ok(())
 }
 
 async fn blocking<T: Send + 'static>(

@@ -89,7 +89,7 @@ pub struct SnapshotRow {
     pub parent: Option<SnapshotId>,
     /// A template's own: not listed, not nameable, not to be deleted but with its template.
     pub internal: bool,
-    /// Its template is gone: it is removed when nothing occupies it, and not usable any more.
+    /// Its time, or its template, is over: it is removed when nothing occupies it, and not usable any more.
     pub condemned: bool,
     /// The request that made it.
     pub idempotency: Option<Idempotency>,
@@ -107,28 +107,34 @@ impl SnapshotRow {
     }
 }
 
-/// Whether a pack may be referred to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Whether a pack may be referred to, and how far it is on its way out. See [`super::packs`] for the moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PackState {
     /// It is kept.
     Live,
-    /// It will be deleted: no new snapshot may use it.
+    /// No snapshot was seen to use it: no new one may, until a look that began later decides.
     Condemned,
+    /// Decided: its object is being deleted. It never comes back.
+    Doomed,
+    /// Its object is deleted. The row stays for a while, for those who have not heard of it.
+    Gone,
 }
 
-/// A pack that at least one committed snapshot has used.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A pack that at least one committed snapshot has used, or whose object was found without a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackRow {
     /// Its id.
     pub id: PackId,
     /// Its size.
     pub size_bytes: u64,
-    /// How many chunks are in it.
+    /// How many chunks are in it; 0 when only its object is known.
     pub chunks: u32,
     /// Whether it may be used.
     pub state: PackState,
-    /// When its first snapshot was committed.
+    /// When its row was made.
     pub created_unix_ms: i64,
+    /// Since when it is in this state.
+    pub since_unix_ms: i64,
 }
 
 /// What a sandbox is doing.

@@ -1,9 +1,9 @@
-//! Snapshots: commit, look-up, upload status, deletion.
+//! Snapshots: commit, look-up, deletion.
 //!
 //! ```text
-//!             commit ──▶ usable ──expires──▶ expired ──┐
-//!                          │                           ├─ nothing occupies it ─▶ gone
-//!   (a template's own)     └──template deleted──▶ condemned
+//!             commit ──▶ usable ──expires──▶ expired ──retention, nothing occupies it──▶ gone
+//!                          │                    └──retention, occupied──▶ condemned
+//!   (a template's own)     ├──template deleted──────────────────────────▶ condemned ── nothing occupies it ─▶ gone
 //!                          └──delete, nothing occupies it──▶ gone
 //! ```
 //!
@@ -16,16 +16,19 @@
 //! Names: the name's row says who holds it. A commit may take it from a holder that is expired or condemned, and then
 //! also takes the name out of the holder's row: whatever clocks do afterwards, two rows never claim one name.
 
+use std::collections::HashSet;
+
 use bytes::Bytes;
 
-use crate::ids::{SandboxId, SnapshotId, TeamId};
+use crate::ids::{PackId, SandboxId, SnapshotId, TeamId};
 use crate::pack::PackRef;
 
 use super::error::CatalogError;
 use super::idempotency::{Made, gone, mismatch};
 use super::kv::{Entry, Order};
+use super::leases::WriterLease;
 use super::names::{FullName, SnapshotName};
-use super::{Catalog, Committed, Draft, RemoteStatus, SnapshotRow, keys, until_settled, wire};
+use super::{Catalog, Committed, Draft, SnapshotRow, keys, until_settled, wire};
 
 /// The largest manifest that the catalog takes: what an engine of the cluster has room for in one request.
 pub const MAX_MANIFEST_BYTES: usize = 1 << 20;
@@ -42,6 +45,12 @@ pub struct SnapshotCommit {
     pub manifest: Bytes,
     /// Every pack that the manifest names.
     pub packs: Vec<PackRef>,
+    /// The packs among them that are sealed on the committing node's own disk and were not uploaded yet. Only those may be
+    /// new to the catalog: of any other, no row means that it was deleted.
+    pub staged: HashSet<PackId>,
+    /// The process that wrote it, which must not have been counted as dead meanwhile. None: whoever commits knows that no
+    /// collector runs.
+    pub writer: Option<WriterLease>,
 }
 
 /// What all snapshots come to, those of templates included.
@@ -54,8 +63,8 @@ pub struct SnapshotTotals {
 }
 
 impl Catalog {
-    /// Makes a snapshot exist, or nothing at all. Errors: the name is taken, a pack is condemned, the idempotency key was
-    /// used otherwise.
+    /// Makes a snapshot exist, or nothing at all. Errors: the name is taken, packs are not live, the writer's lease
+    /// is lost, the idempotency key was used otherwise.
     pub async fn commit_snapshot(&self, commit: &SnapshotCommit) -> Result<Committed<SnapshotRow>, CatalogError> {
         let row = &commit.row;
         if row.internal || row.condemned {
@@ -82,7 +91,7 @@ impl Catalog {
         draft: &mut Draft,
         commit: &SnapshotCommit,
     ) -> Result<Option<SnapshotRow>, CatalogError> {
-        let SnapshotCommit { row, manifest, packs } = commit;
+        let SnapshotCommit { row, manifest, packs, staged, writer } = commit;
         if manifest.len() > MAX_MANIFEST_BYTES {
             let reason = format!("of {} bytes, at most {MAX_MANIFEST_BYTES} fit", manifest.len());
             return Err(CatalogError::invalid("manifest", reason));
@@ -110,7 +119,10 @@ impl Catalog {
         if let Some(name) = &row.name {
             self.draft_name(draft, row, name).await?;
         }
-        self.use_packs(draft, packs).await?;
+        self.use_packs(draft, packs, staged).await?;
+        if let Some(writer) = writer {
+            self.draft_writer(draft, writer).await?;
+        }
 
         draft.require_absent(key.clone());
         draft.put_row(key, row)?;
@@ -118,6 +130,7 @@ impl Catalog {
         for entry in index_entries(row) {
             draft.mark(entry);
         }
+        draft.mark(keys::upload(&row.id));
         Ok(None)
     }
 
@@ -210,38 +223,6 @@ impl Catalog {
         })
     }
 
-    /// Says how far the upload is. `Ready` is final: a later report of anything else changes nothing.
-    pub async fn set_remote_status(&self, id: &SnapshotId, status: RemoteStatus) -> Result<SnapshotRow, CatalogError> {
-        until_settled!(format_args!("the upload status of snapshot {id}"), {
-            let found = self.row::<SnapshotRow>(keys::snapshot(id)).await?;
-            let (mut row, entry) = found.ok_or_else(|| CatalogError::not_found("snapshot", id))?;
-            if row.remote_status == status || row.remote_status == RemoteStatus::Ready {
-                break Ok(row);
-            }
-            row.remote_status = status;
-            let mut draft = Draft::default();
-            draft.require_unchanged(&entry);
-            draft.put_row(entry.key, &row)?;
-            if status == RemoteStatus::Ready {
-                draft.delete(keys::upload(id));
-            }
-            if self.send(draft).await? {
-                break Ok(row);
-            }
-        })
-    }
-
-    /// Every snapshot not yet wholly in the object store, those of templates included. The caller picks out its own node's.
-    pub async fn pending_uploads(&self) -> Result<Vec<SnapshotRow>, CatalogError> {
-        let mut pending = Vec::new();
-        for entry in self.scan(keys::under(keys::UPLOADS)).await? {
-            if let Some(row) = self.snapshot_row(&wire::id_of_key(&entry.key)?).await? {
-                pending.push(row);
-            }
-        }
-        Ok(pending)
-    }
-
     /// Counts every snapshot. Reads all rows: for people, not for every request.
     pub async fn snapshot_totals(&self) -> Result<SnapshotTotals, CatalogError> {
         let mut totals = SnapshotTotals::default();
@@ -278,22 +259,34 @@ impl Catalog {
     }
 
     /// Removes the snapshot if it is condemned and nothing occupies it. Called after whatever may have made that so: of
-    /// two that race (the last sandbox ending, the template being deleted) the later one finds both true.
-    pub(super) async fn collect_condemned(&self, id: &SnapshotId) -> Result<(), CatalogError> {
+    /// two that race (the last sandbox ending, the template being deleted) the later one finds both true. Returns whether it
+    /// was removed by this call.
+    pub(super) async fn collect_condemned(&self, id: &SnapshotId) -> Result<bool, CatalogError> {
         until_settled!(format_args!("removing condemned snapshot {id}"), {
-            let Some((row, entry)) = self.row::<SnapshotRow>(keys::snapshot(id)).await? else { break Ok(()) };
-            let occupied = !self.kv.range(keys::under(&keys::occupants(id)), 1, Order::Ascending).await?.is_empty();
-            if !row.condemned || occupied || self.send(draft_removal(&row, &entry)).await? {
-                break Ok(());
+            let Some((row, entry)) = self.row::<SnapshotRow>(keys::snapshot(id)).await? else { break Ok(false) };
+            if !row.condemned || self.is_occupied(id).await? {
+                break Ok(false);
+            }
+            if self.send(draft_removal(&row, &entry)).await? {
+                break Ok(true);
             }
         })
     }
 
-    pub(super) async fn collect_all_condemned(&self) -> Result<(), CatalogError> {
+    /// Removes every condemned snapshot that nothing occupies. Returns which.
+    pub(super) async fn collect_all_condemned(&self) -> Result<Vec<SnapshotId>, CatalogError> {
+        let mut removed = Vec::new();
         for entry in self.scan(keys::under(keys::CONDEMNED)).await? {
-            self.collect_condemned(&wire::id_of_key(&entry.key)?).await?;
+            let id = wire::id_of_key(&entry.key)?;
+            if self.collect_condemned(&id).await? {
+                removed.push(id);
+            }
         }
-        Ok(())
+        Ok(removed)
+    }
+
+    pub(super) async fn is_occupied(&self, id: &SnapshotId) -> Result<bool, CatalogError> {
+        Ok(!self.kv.range(keys::under(&keys::occupants(id)), 1, Order::Ascending).await?.is_empty())
     }
 }
 
@@ -309,14 +302,11 @@ fn index_entries(row: &SnapshotRow) -> Vec<super::kv::Key> {
     if let Some(expires) = row.expires_unix_ms {
         entries.push(keys::timed(keys::EXPIRY, expires, &row.id));
     }
-    if row.remote_status != RemoteStatus::Ready {
-        entries.push(keys::upload(&row.id));
-    }
     entries
 }
 
 /// Removes all of a snapshot, if it is as it was read and nothing occupies it.
-fn draft_removal(row: &SnapshotRow, entry: &Entry) -> Draft {
+pub(super) fn draft_removal(row: &SnapshotRow, entry: &Entry) -> Draft {
     let mut draft = Draft::default();
     draft.require_unchanged(entry);
     draft.require_empty(keys::under(&keys::occupants(&row.id)));
@@ -325,6 +315,7 @@ fn draft_removal(row: &SnapshotRow, entry: &Entry) -> Draft {
     for key in index_entries(row) {
         draft.delete(key);
     }
+    draft.delete(keys::upload(&row.id));
     // The row says that it has the name, so the name's row is its own (rule 1 of the module above).
     if let Some(name) = &row.name {
         draft.delete(keys::name(&row.team, name));

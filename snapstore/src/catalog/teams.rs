@@ -6,7 +6,6 @@
 use crate::ids::{DomainKey, TeamId};
 
 use super::error::CatalogError;
-use super::kv::KvError;
 use super::names::{SnapshotName, TeamName};
 use super::{Catalog, Draft, Team, keys, until_settled};
 
@@ -17,13 +16,13 @@ impl Catalog {
             if let Some((team, _)) = self.row::<Team>(keys::team(id)).await? {
                 break Ok(team);
             }
-            let mut key = [0; 32];
-            getrandom::fill(&mut key).map_err(|error| KvError::Unavailable {
-                action: "make a team's key",
-                reason: format!("the system has no randomness: {error}"),
-            })?;
             let name = TeamName::parse(id.as_str()).ok().filter(|name| name.as_str() == id.as_str());
-            let team = Team { id: id.clone(), name, dedup_key: DomainKey(key), created_unix_ms: self.now() };
+            let team = Team {
+                id: id.clone(),
+                name,
+                dedup_key: DomainKey(crate::random::bytes()),
+                created_unix_ms: self.now(),
+            };
             let mut draft = Draft::default();
             draft.require_absent(keys::team(id));
             draft.put_row(keys::team(id), &team)?;

@@ -197,7 +197,7 @@ impl Catalog {
 
     async fn collect(&self, snapshot: Option<&SnapshotId>) -> Result<(), CatalogError> {
         match snapshot {
-            Some(id) => self.collect_condemned(id).await,
+            Some(id) => self.collect_condemned(id).await.map(drop),
             None => Ok(()),
         }
     }

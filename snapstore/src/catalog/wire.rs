@@ -130,7 +130,7 @@ macro_rules! numbered {
 }
 
 numbered!(RemoteStatus { Pending = 1, InProgress = 2, Ready = 3, Failed = 4 });
-numbered!(PackState { Live = 1, Condemned = 2 });
+numbered!(PackState { Live = 1, Condemned = 2, Doomed = 3, Gone = 4 });
 numbered!(BuildStatus { Building = 1, Ready = 2, Error = 3 });
 numbered!(SandboxState {
     Creating = 1,
@@ -332,6 +332,9 @@ pub(super) struct PackWire {
     state: u32,
     #[prost(int64, tag = "5")]
     created_unix_ms: i64,
+    /// Absent: since it was created.
+    #[prost(int64, tag = "6")]
+    since_unix_ms: i64,
 }
 
 impl Row for PackRow {
@@ -347,6 +350,7 @@ impl From<&PackRow> for PackWire {
             chunks: row.chunks,
             state: row.state.number(),
             created_unix_ms: row.created_unix_ms,
+            since_unix_ms: if row.since_unix_ms == row.created_unix_ms { 0 } else { row.since_unix_ms },
         }
     }
 }
@@ -361,6 +365,7 @@ impl TryFrom<PackWire> for PackRow {
             chunks: wire.chunks,
             state: PackState::from_number(wire.state)?,
             created_unix_ms: wire.created_unix_ms,
+            since_unix_ms: if wire.since_unix_ms == 0 { wire.created_unix_ms } else { wire.since_unix_ms },
         })
     }
 }

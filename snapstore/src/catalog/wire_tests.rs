@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::catalog::idempotency::Made;
+use crate::catalog::upkeep_rows::{DeploymentRow, LeaseHolder, LeaseRow, OrphanRow};
 use crate::ids::{NodeId, SandboxId, TeamId, TemplateId};
 
 const GOLDEN: &str = include_str!("golden/rows_v1.txt");
@@ -87,7 +88,12 @@ fn pack() -> PackRow {
         chunks: 700,
         state: PackState::Live,
         created_unix_ms: 1_800_000_000_000,
+        since_unix_ms: 1_800_000_000_000,
     }
+}
+
+fn left(state: PackState) -> PackRow {
+    PackRow { state, since_unix_ms: 1_800_000_060_000, ..pack() }
 }
 
 fn idempotency() -> IdempotencyRow {
@@ -119,6 +125,12 @@ fn the_layout_is_what_it_was() {
         line("sandbox", &sandbox()),
         line("template", &template()),
         line("idempotency", &idempotency()),
+        line("condemned-pack", &left(PackState::Condemned)),
+        line("doomed-pack", &left(PackState::Doomed)),
+        line("gone-pack", &left(PackState::Gone)),
+        line("lease", &LeaseRow { holder: LeaseHolder([3; 16]), expires_unix_ms: 1_800_000_060_000 }),
+        line("orphan", &OrphanRow { first_seen_unix_ms: 1_800_000_060_000 }),
+        line("deployment", &DeploymentRow { id: [4; 16] }),
     ];
     assert_eq!(written.concat(), GOLDEN);
 }

@@ -26,12 +26,13 @@ pub(crate) enum FooterError {
 impl Fetcher {
     /// Reads the footers of a scope's packs that this node has not read yet. Returns what failed.
     pub(crate) async fn load_footers(self: &Arc<Self>, scope: &Arc<Scope>) -> Vec<(PackId, FooterError)> {
-        if scope.footers_known.load(Ordering::Acquire) {
+        let packs = scope.packs();
+        if packs.footers_known() {
             return Vec::new();
         }
-        let (fetcher, packs) = (Arc::clone(self), Arc::clone(scope));
+        let (fetcher, named) = (Arc::clone(self), Arc::clone(&packs));
         let unknown = blocking(move || {
-            let unknown = packs.packs.iter().filter(|pack| !fetcher.cache.is_registered(&pack.id));
+            let unknown = named.refs.iter().filter(|pack| !fetcher.cache.is_registered(&pack.id));
             unknown.copied().collect::<Vec<PackRef>>()
         })
         .await;
@@ -46,7 +47,7 @@ impl Fetcher {
             .collect()
             .await;
         if failures.is_empty() {
-            scope.footers_known.store(true, Ordering::Release);
+            packs.note_footers_known();
         }
         failures
     }

@@ -54,7 +54,7 @@ impl Fetcher {
         let (fetcher, scope) = (Arc::clone(self), Arc::clone(scope));
         blocking(move || {
             let mut last = None;
-            for search in searches.iter_mut().filter(|search| search.found.is_none()) {
+            for search in searches.iter_mut().filter(|search| search.is_open()) {
                 last = fetcher.look_for(&scope, search, last);
             }
             searches
@@ -70,16 +70,17 @@ impl Fetcher {
                 return Some((next, plain));
             }
         }
+        let packs = scope.packs();
         let mut places = self.cache.places(&search.id.short());
         places.retain(|place| !search.seen.contains(&place.frame.pack));
         // Our own packs are sure to exist as long as the snapshot does; others may be gone.
-        places.sort_by_key(|place| !scope.ids.contains(&place.frame.pack));
+        places.sort_by_key(|place| !packs.has(&place.frame.pack));
         for place in &places {
             if let Some(plain) = self.frame_here(scope, search, place) {
                 return Some((*place, plain));
             }
         }
-        places.retain(|place| scope.ids.contains(&place.frame.pack) || self.cache.is_remote(&place.frame.pack));
+        places.retain(|place| packs.has(&place.frame.pack) || self.cache.is_remote(&place.frame.pack));
         places.reverse();
         search.places = places;
         None

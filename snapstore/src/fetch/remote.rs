@@ -57,7 +57,7 @@ impl Fetcher {
     pub(super) async fn look_away(self: &Arc<Self>, scope: &Arc<Scope>, mut searches: Vec<Search>) -> Vec<Search> {
         loop {
             let mut wanted = BTreeMap::<FramePlace, Wanted>::new();
-            for (number, search) in searches.iter_mut().enumerate().filter(|(_, search)| search.found.is_none()) {
+            for (number, search) in searches.iter_mut().enumerate().filter(|(_, search)| search.is_open()) {
                 if let Some(place) = search.places.pop() {
                     search.seen.insert(place.frame.pack);
                     wanted.entry(place.frame).or_default().push((number, place));
@@ -185,7 +185,7 @@ fn fail(searches: &mut [Search], wanted: &Wanted, frame: FramePlace, error: &Blo
     for (number, _) in wanted {
         let search = &mut searches[*number];
         if error.is_transient() {
-            search.unavailable = Some(error.clone());
+            search.unavailable = Some(error.to_string());
         } else {
             search.note(Source::Blob(frame.pack), error);
         }

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use parking_lot::Mutex;
 use tokio_util::task::TaskTracker;
 
-use super::pipeline::{Group, Hashed, Run};
+use super::pipeline::Group;
 use super::{Inner, Kind};
 use crate::chunk;
 use crate::error::StoreError;
@@ -89,7 +89,7 @@ impl ImageWriter {
             } else if parent.geometry() != geometry {
                 mismatch = Some("it has another size or chunk size");
             } else {
-                ingest.inherit(&parent.scope().packs);
+                ingest.inherit(&parent.scope().packs().refs);
             }
         }
         Self { ingest, geometry, mismatch, parent, changes: Arc::default(), workers: TaskTracker::new() }
@@ -227,13 +227,7 @@ impl Inner {
             })
             .collect();
         let pages = changes.lock().note(first, &ids)?;
-        let settled = self.pipeline.settled(&ids);
-        let chunks = ids.into_iter().zip(lens).zip(settled).map(|((id, len), settled)| Hashed {
-            id,
-            len: *len,
-            stored: id.is_zero() || (!settled && self.is_known(&id)),
-        });
-        let taken = self.pipeline.take_in(number, Run { chunks: chunks.collect(), plain });
+        let taken = self.take(number, ids, lens, plain);
         self.count(Kind::Content, taken.new, taken.deduplicated);
         Ok((taken.full, pages))
     }

@@ -3,6 +3,8 @@
 mod damage;
 mod durability;
 mod images;
+mod sim;
+mod upkeep;
 
 use std::collections::BTreeMap;
 use std::path::Path;

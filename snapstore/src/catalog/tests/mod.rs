@@ -1,7 +1,10 @@
 //! Tests of the catalog on the embedded engine. This file: what they share.
 
+mod leases;
 mod listing;
+mod packs;
 mod races;
+mod retention;
 mod sandboxes;
 mod snapshots;
 mod state;
@@ -127,6 +130,8 @@ fn snapshot(team: &TeamId, now: i64, name: Option<&str>) -> SnapshotCommit {
         },
         manifest: Bytes::from(format!("manifest of {id}")),
         packs: vec![pack(1)],
+        staged: (0..=9).map(|byte| pack(byte).id).collect(),
+        writer: None,
     }
 }
 

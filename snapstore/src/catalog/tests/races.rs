@@ -126,8 +126,10 @@ impl World {
                 self.expected(self.catalog.delete_template(&self.team, ["base", "other"][dice.roll(2)]).await);
             }
             _ => {
-                if let Some(id) = snapshot_id {
-                    self.expected(self.catalog.set_remote_status(&id, RemoteStatus::Ready).await);
+                if let Some(id) = snapshot_id
+                    && let Some(manifest) = self.expected(self.catalog.manifest(&id).await)
+                {
+                    self.expected(self.catalog.uploaded(&id, &manifest).await);
                 }
                 self.clock.advance_ms(i64::try_from(dice.roll(5)).expect("small") - 1);
             }

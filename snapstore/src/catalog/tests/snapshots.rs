@@ -1,7 +1,8 @@
 //! Snapshots: commit, names, expiry, deletion, uploads, idempotency, resolving.
 
+use std::collections::HashSet;
+
 use super::*;
-use crate::catalog::kv::Op;
 use crate::catalog::names::NameError;
 
 #[tokio::test]
@@ -33,7 +34,8 @@ async fn a_commit_is_found_again_in_every_way() {
     let team = f.catalog.team(&f.team).await.expect("found");
     assert_eq!(team.names_of(&row), ["default/short:v1"]);
     assert_eq!(f.catalog.pack(&pack(1).id).await.expect("reads").map(|pack| pack.state), Some(PackState::Live));
-    assert_eq!(f.catalog.pack_ids().await.expect("reads").len(), 1);
+    let asked = HashSet::from([pack(1).id, pack(2).id]);
+    assert_eq!(f.catalog.packs_kept(&asked).await.expect("reads"), HashSet::from([pack(1).id]));
     for absent in [
         "default/short",
         "default/short:v2",
@@ -160,12 +162,10 @@ async fn another_teams_objects_do_not_exist() {
 #[tokio::test]
 async fn uploads_are_pending_until_ready_and_ready_is_final() {
     let f = Fixture::new().await;
-    let row = f.commit(&f.snapshot(None)).await;
-    let mut ready = f.snapshot(None);
-    ready.row.remote_status = RemoteStatus::Ready;
-    f.commit(&ready).await;
+    let commit = f.snapshot(None);
+    let row = f.commit(&commit).await;
     let pending = async || -> Vec<SnapshotId> {
-        f.catalog.pending_uploads().await.expect("reads").into_iter().map(|row| row.id).collect()
+        f.catalog.pending_uploads().await.expect("reads").into_iter().map(|upload| upload.row.id).collect()
     };
     assert_eq!(pending().await, [row.id]);
     for status in [RemoteStatus::InProgress, RemoteStatus::Failed] {
@@ -173,35 +173,17 @@ async fn uploads_are_pending_until_ready_and_ready_is_final() {
         assert_eq!(pending().await, [row.id]);
         f.check().await;
     }
-    f.catalog.set_remote_status(&row.id, RemoteStatus::Ready).await.expect("set");
+    assert!(!f.catalog.uploaded(&row.id, &Bytes::from_static(b"another manifest")).await.expect("answers"));
+    assert_eq!(pending().await, [row.id]);
+    assert!(f.catalog.uploaded(&row.id, &commit.manifest).await.expect("set"));
     let late = f.catalog.set_remote_status(&row.id, RemoteStatus::InProgress).await.expect("ignored");
     assert_eq!(late.remote_status, RemoteStatus::Ready);
     assert_eq!(pending().await, []);
     let totals = f.catalog.snapshot_totals().await.expect("reads");
-    assert_eq!(totals, SnapshotTotals { snapshots: 2, logical_bytes: 2 * row.logical_bytes });
+    assert_eq!(totals, SnapshotTotals { snapshots: 1, logical_bytes: row.logical_bytes });
     f.catalog.delete_snapshot(&f.team, &row.id.to_string()).await.expect("deleted");
-    let gone = f.catalog.set_remote_status(&row.id, RemoteStatus::Ready).await.expect_err("gone");
+    let gone = f.catalog.uploaded(&row.id, &commit.manifest).await.expect_err("gone");
     assert_eq!(gone.kind(), ErrorKind::NotFound);
-    f.check().await;
-}
-
-#[tokio::test]
-async fn a_snapshot_cannot_use_a_condemned_pack() {
-    let f = Fixture::new().await;
-    let mut commit = f.snapshot(Some("a"));
-    commit.packs = vec![pack(1), pack(2), pack(1)];
-    f.commit(&commit).await;
-    let mut row = f.catalog.pack(&pack(2).id).await.expect("reads").expect("made by the commit");
-    row.state = PackState::Condemned;
-    let op = Op::Put(keys::pack(&row.id), wire::encode(&row).expect("encodes"));
-    f.kv.txn(vec![], vec![op]).await.expect("puts");
-    let mut second = f.snapshot(Some("b"));
-    second.packs = vec![pack(1), pack(2)];
-    let error = f.catalog.commit_snapshot(&second).await.expect_err("condemned");
-    assert!(matches!(error, CatalogError::PackCondemned { pack: id } if id == pack(2).id));
-    assert_eq!(f.catalog.get_snapshot(&f.team, "default/b").await.expect_err("nothing").kind(), ErrorKind::NotFound);
-    second.packs = vec![pack(1), pack(3)];
-    f.commit(&second).await;
     f.check().await;
 }
 

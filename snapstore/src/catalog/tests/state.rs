@@ -43,7 +43,7 @@ pub(super) async fn check(kv: &dyn kv::KeyValue) -> (usize, usize) {
         if let Some(sandbox) = &row.sandbox_id {
             expected.insert(keys::timed(&keys::taken(sandbox), row.created_unix_ms, id));
         }
-        if let Some(expires) = row.expires_unix_ms {
+        if let Some(expires) = row.expires_unix_ms.filter(|_| !row.condemned) {
             expected.insert(keys::timed(keys::EXPIRY, expires, id));
         }
         if row.remote_status != RemoteStatus::Ready {
@@ -82,7 +82,14 @@ pub(super) async fn check(kv: &dyn kv::KeyValue) -> (usize, usize) {
     }
     for row in rows::<PackRow>(&entries, keys::PACKS) {
         expected.insert(keys::pack(&row.id));
+        if row.state == PackState::Gone {
+            expected.insert(keys::timed(keys::TOMBSTONES, row.since_unix_ms, &row.id));
+        }
     }
+    // What stands for itself.
+    let alone = ["writer/", "lease/", "orphan/", "deployment"];
+    expected
+        .extend(entries.keys().filter(|key| alone.iter().any(|prefix| key.starts_with(prefix.as_bytes()))).cloned());
     for key in entries.keys().filter(|key| key.starts_with(b"idempotency/")) {
         let row: IdempotencyRow = wire::decode(&entries[key]).expect("decodes");
         let text = std::str::from_utf8(key).expect("text").strip_prefix("idempotency/").expect("filtered");
