@@ -37,6 +37,8 @@ class ObjectStore:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
         self.reachable = True
+        #: Status and code that every request is refused with.
+        self.refusal: tuple[int, str] | None = None
         self.gets = 0
         self.lock = threading.Lock()
         store = self
@@ -83,6 +85,20 @@ class ObjectStore:
             self.reachable = True
 
     @contextmanager
+    def refusing(self, status: int, code: str) -> Iterator[None]:
+        """While it lasts every request is answered with this error."""
+        self.refusal = status, code
+        try:
+            yield
+        finally:
+            self.refusal = None
+
+    def packs(self) -> set[str]:
+        """The keys of the packs."""
+        with self.lock:
+            return {key for key in self.objects if key.startswith("packs/")}
+
+    @contextmanager
     def bad_copies(self) -> Iterator[None]:
         """While it lasts every pack has wrong bytes all over."""
         self._flip_packs()
@@ -110,6 +126,9 @@ class _Handler(BaseHTTPRequestHandler):
         """Key (empty: the bucket itself) and query; `None` when the request gets no answer."""
         if not self.store.reachable:
             self.close_connection = True
+            return None
+        if self.store.refusal is not None:
+            self._error(*self.store.refusal)
             return None
         url = urllib.parse.urlsplit(self.path)
         bucket, _, key = urllib.parse.unquote(url.path.lstrip("/")).partition("/")
