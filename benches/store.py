@@ -171,6 +171,16 @@ def small_change(ours: Ours, metrics: dict[str, float]) -> None:
     metrics["snapshot_1mib.cost_ratio_4gib_to_256mib"] = round(ratio, 2)
 
 
+def collect(ours: Ours, metrics: dict[str, float]) -> None:
+    work = ours.work / "gc"
+    _, told = ours.run("gc", "--dir", work)
+    shutil.rmtree(work)
+    metrics["gc.mark_1m_chunks_s"] = round(told["collect_s"], 2)
+    metrics["gc.census_1m_chunks_s"] = round(told["census_s"], 2)
+    for name in ("chunks", "snapshots", "packs", "stored_meanwhile"):
+        metrics[f"gc.{name}"] = told[name]
+
+
 def compare(metrics: dict[str, float], ours: dict[str, Any], others: dict[str, dict[str, Any]]) -> None:
     dedup = [others[name] for name in DEDUP_PEERS]
     for image in (1, 2):
@@ -230,6 +240,7 @@ def main() -> None:
     ours = Ours(options.images, options.work / "ours", objects)
     steps.append(("this store", lambda: figures.update(snapyard=measure_ours(ours, metrics))))
     steps.append(("a snapshot in which 1 MiB has changed", lambda: small_change(ours, metrics)))
+    steps.append(("a collection among a million chunks", lambda: collect(ours, metrics)))
     if not options.without_peers:
         steps.append(("peers", lambda: figures.update(peers.measure_all(options.images, options.work / "peers", say))))
     try:

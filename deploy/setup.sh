@@ -4,17 +4,18 @@
 #   deploy/setup.sh          build and run: Debian packages, the Python environment of the SDKs
 #   deploy/setup.sh dev      the same, and the tools of the gates: cargo-nextest, cargo-deny, cargo-machete,
 #                            cargo-fuzz
+#   deploy/setup.sh bench    build and run, and the tools that the store is measured beside: borg, restic, casync, rustic
 #
 # Runs as root or with sudo (for apt only). Idempotent: with everything in place it takes a few tens of milliseconds.
 # Everything but Debian packages goes below ${SNAPYARD_CACHE:-$HOME/.cache/snapyard}:
 #   sdk/     virtual environment of the public SDKs and pytest; stamped with a hash of what it was made from
-#   tools/   cargo subcommands, built or unpacked once per machine
+#   tools/   cargo subcommands and rustic, built once per machine
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cache=${SNAPYARD_CACHE:-$HOME/.cache/snapyard}
 mode=${1:-run}
-case $mode in run | dev) ;; *) echo "usage: $0 [dev]" >&2; exit 2 ;; esac
+case $mode in run | dev | bench) ;; *) echo "usage: $0 [dev|bench]" >&2; exit 2 ;; esac
 
 # build: clang/libclang (bindgen, RocksDB), cmake, protoc, mold. guests: QEMU, and what makes their kernel, initrd
 # and root file system.
@@ -24,6 +25,8 @@ packages=(
   mmdebstrap e2fsprogs cpio kmod xz-utils zstd uidmap debian-archive-keyring
   ca-certificates python3 python3-venv
 )
+# Peers, and what their mounts need.
+[ "$mode" != bench ] || packages+=(borgbackup restic casync fuse3 libfuse3-dev python3-pyfuse3)
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
@@ -70,20 +73,25 @@ if [ "$(cat "$sdk/.snapyard-stamp" 2>/dev/null || true)" != "$wanted" ] || ! [ -
   echo "$wanted" >"$sdk/.snapyard-stamp"
 fi
 
-[ "$mode" = dev ] || exit 0
+[ "$mode" != run ] || exit 0
 
-# --- tools of the gates ----------------------------------------------------------------------------------------------
+# --- tools of the gates and of the benchmarks ----------------------------------------------------------------------------------------------
 tools=$cache/tools
 mkdir -p "$tools/bin"
 PATH=$tools/bin:$PATH
 
-# cargo_tool CRATE VERSION: builds it once per machine, away from the project's own target directory.
+# cargo_tool CRATE VERSION [OPTION...]: builds it once per machine, away from the project's own target directory.
 cargo_tool() {
   say "building $1 $2 (once per machine)"
   local target=$tools/target-$1
-  CARGO_TARGET_DIR=$target RUSTFLAGS='' cargo install --quiet --locked --root "$tools" --version "$2" "$1"
+  CARGO_TARGET_DIR=$target RUSTFLAGS='' cargo install --quiet --locked --root "$tools" --version "$2" "$1" "${@:3}"
   rm -rf "$target"
 }
+
+if [ "$mode" = bench ]; then
+  command -v rustic >/dev/null || cargo_tool rustic-rs 0.11.4 --no-default-features --features mount
+  exit 0
+fi
 
 command -v cargo-nextest >/dev/null || cargo_tool cargo-nextest 0.9.143
 command -v cargo-deny >/dev/null || cargo_tool cargo-deny 0.20.2

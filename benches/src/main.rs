@@ -8,6 +8,7 @@
 
 mod export;
 mod format;
+mod gc;
 mod images;
 mod ours;
 
@@ -105,6 +106,12 @@ enum Command {
         #[arg(long)]
         dir: PathBuf,
     },
+    /// A collection among a million chunks and ten thousand snapshots, while others are being stored.
+    Gc {
+        /// Where store and catalog go.
+        #[arg(long)]
+        dir: PathBuf,
+    },
     /// Latency of reads that the cache answers.
     Hits {
         /// Directory of a store that has everything.
@@ -139,6 +146,7 @@ fn main() -> Result<(), ours::Error> {
                 ours::restore(store, s3, manifest, images, *share).await
             }
             Command::SmallChange { dir } => ours::small_change(dir).await,
+            Command::Gc { dir } => gc::run(dir).await,
             Command::Hits { store, s3, manifest, image } => ours::hits(store, s3, manifest, image).await,
             Command::Export { .. } | Command::Format { .. } | Command::Changed { .. } => unreachable!("done above"),
         }

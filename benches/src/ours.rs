@@ -308,7 +308,7 @@ pub async fn small_change(dir: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-fn of_image(image: ImageRef, packs: Vec<snapyard_snapstore::PackRef>) -> Manifest {
+pub fn of_image(image: ImageRef, packs: Vec<snapyard_snapstore::PackRef>) -> Manifest {
     Manifest {
         version: MANIFEST_VERSION,
         snapshot_id: SnapshotId::random(),
@@ -325,7 +325,7 @@ fn of_image(image: ImageRef, packs: Vec<snapyard_snapstore::PackRef>) -> Manifes
 }
 
 /// Pages that all differ, and compress to next to nothing.
-fn pages(first: u64, count: u64, salt: u64) -> Vec<u8> {
+pub fn pages(first: u64, count: u64, salt: u64) -> Vec<u8> {
     let mut bytes = vec![0; usize::try_from(count * 4096).expect("few pages")];
     for (number, page) in (first..).zip(bytes.chunks_mut(4096)) {
         page[..8].copy_from_slice(&(number + 1).to_le_bytes());
@@ -334,7 +334,7 @@ fn pages(first: u64, count: u64, salt: u64) -> Vec<u8> {
     bytes
 }
 
-fn noise(seed: u64, len: usize) -> Vec<u8> {
+pub fn noise(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof().fill(&mut bytes);
     bytes
