@@ -9,7 +9,7 @@ use std::time::Instant;
 use serde_json::json;
 use snapyard_snapstore::blob::{BlobStore, MemoryBlobs};
 use snapyard_snapstore::catalog::rocks::RocksKv;
-use snapyard_snapstore::catalog::{Catalog, RemoteStatus, SnapshotCommit, SnapshotRow};
+use snapyard_snapstore::catalog::{Catalog, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::census::Census;
 use snapyard_snapstore::gc::{Collector, Settings};
 use snapyard_snapstore::publish::Writer;
@@ -51,26 +51,13 @@ impl Deployment {
     }
 
     async fn commit(&self, manifest: &Manifest) -> Result<(), Error> {
-        let row = SnapshotRow {
-            id: manifest.snapshot_id,
-            team: self.team.clone(),
-            name: None,
-            sandbox_id: None,
-            created_unix_ms: SystemClock.now_unix_ms(),
-            expires_unix_ms: None,
-            shape: manifest.shape,
-            remote_status: RemoteStatus::Pending,
-            origin_node: self.node.clone(),
-            logical_bytes: 0,
-            new_bytes: 0,
-            chunks_new: 0,
-            chunks_deduplicated: 0,
-            pause_us: 0,
-            parent: None,
-            internal: false,
-            condemned: false,
-            idempotency: None,
-        };
+        let row = SnapshotRow::new(
+            manifest.snapshot_id,
+            self.team.clone(),
+            self.node.clone(),
+            manifest.shape,
+            SystemClock.now_unix_ms(),
+        );
         let staged: HashSet<PackId> = self.store.staged_among(&manifest.packs).await;
         let (packs, writer) = (manifest.packs.clone(), Some(self.writer.lease()));
         let commit = SnapshotCommit { row, manifest: manifest.encode(), packs, staged, writer };

@@ -20,7 +20,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use snapyard_snapstore as store;
-use snapyard_snapstore::catalog::{CatalogError, RemoteStatus, SnapshotCommit, SnapshotRow};
+use snapyard_snapstore::catalog::{CatalogError, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::ids::{DomainKey, SnapshotId};
 use snapyard_snapstore::manifest::MANIFEST_VERSION;
 use snapyard_snapstore::publish::{Attempt, Outcome};
@@ -174,25 +174,14 @@ async fn store_capture(node: &State, identity: &Identity, kept: &Kept) -> Result
 
 /// The catalog row of a stored capture; the caller adds what only it knows.
 pub fn row(node: &State, identity: &Identity, stored: &Stored, team: &store::ids::TeamId) -> SnapshotRow {
+    let (shape, created_unix_ms) = (stored.manifest.shape, identity.created_unix_ms);
     SnapshotRow {
-        id: identity.id,
-        team: team.clone(),
-        name: None,
-        sandbox_id: None,
-        created_unix_ms: identity.created_unix_ms,
-        expires_unix_ms: None,
-        shape: stored.manifest.shape,
-        remote_status: RemoteStatus::Pending,
-        origin_node: node.id.clone(),
         logical_bytes: identity.shape.memory_bytes + identity.shape.disk_bytes,
         new_bytes: stored.sealed.bytes_new,
         chunks_new: stored.sealed.chunks_new,
         chunks_deduplicated: stored.sealed.chunks_deduplicated,
-        pause_us: 0,
         parent: identity.parent.as_ref().map(|parent| parent.id),
-        internal: false,
-        condemned: false,
-        idempotency: None,
+        ..SnapshotRow::new(identity.id, team.clone(), node.id.clone(), shape, created_unix_ms)
     }
 }
 

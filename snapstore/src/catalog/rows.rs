@@ -96,6 +96,30 @@ pub struct SnapshotRow {
 }
 
 impl SnapshotRow {
+    /// A row with nothing that is optional and no figures, of a snapshot that is not uploaded yet.
+    pub fn new(id: SnapshotId, team: TeamId, origin_node: NodeId, shape: Shape, created_unix_ms: i64) -> Self {
+        Self {
+            id,
+            team,
+            name: None,
+            sandbox_id: None,
+            created_unix_ms,
+            expires_unix_ms: None,
+            shape,
+            remote_status: RemoteStatus::Pending,
+            origin_node,
+            logical_bytes: 0,
+            new_bytes: 0,
+            chunks_new: 0,
+            chunks_deduplicated: 0,
+            pause_us: 0,
+            parent: None,
+            internal: false,
+            condemned: false,
+            idempotency: None,
+        }
+    }
+
     /// Whether sandboxes can be made from it at this time.
     pub fn is_usable(&self, now_unix_ms: i64) -> bool {
         !self.condemned && self.expires_unix_ms.is_none_or(|expires| now_unix_ms < expires)

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::catalog::SnapshotRow;
 use crate::catalog::kv::KvError;
-use crate::catalog::{RemoteStatus, SnapshotRow};
 use crate::ids::{NodeId, TeamId};
 use crate::tests::{KEY, Model, World, manifest, write_image};
 use crate::{Manifest, StoreError};
@@ -18,26 +18,13 @@ enum Error {
 }
 
 fn row(manifest: &Manifest) -> SnapshotRow {
-    SnapshotRow {
-        id: manifest.snapshot_id,
-        team: TeamId::new("default").expect("an id"),
-        name: None,
-        sandbox_id: None,
-        created_unix_ms: 0,
-        expires_unix_ms: None,
-        shape: manifest.shape,
-        remote_status: RemoteStatus::Pending,
-        origin_node: NodeId::new("node-1").expect("an id"),
-        logical_bytes: 0,
-        new_bytes: 0,
-        chunks_new: 0,
-        chunks_deduplicated: 0,
-        pause_us: 0,
-        parent: None,
-        internal: false,
-        condemned: false,
-        idempotency: None,
-    }
+    SnapshotRow::new(
+        manifest.snapshot_id,
+        TeamId::new("default").expect("an id"),
+        NodeId::new("node-1").expect("an id"),
+        manifest.shape,
+        0,
+    )
 }
 
 fn unknown() -> CatalogError {

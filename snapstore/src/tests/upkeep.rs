@@ -3,7 +3,7 @@
 use super::*;
 use crate::blob::{manifest_key, pack_key};
 use crate::catalog::memory::MemoryKv;
-use crate::catalog::{Addition, Amended, Catalog, CatalogError, RemoteStatus, Removal, SnapshotCommit, SnapshotRow};
+use crate::catalog::{Addition, Amended, Catalog, CatalogError, Removal, SnapshotCommit, SnapshotRow};
 use crate::census::Census;
 use crate::check::{CheckReport, check, repair};
 use crate::gc::policy::Policy;
@@ -67,26 +67,7 @@ impl Fixture {
         let sealed = ingest.seal().await.expect("seal");
         let manifest = manifest(image, state, None, &sealed);
         let id = manifest.snapshot_id;
-        let row = SnapshotRow {
-            id,
-            team: self.team.clone(),
-            name: None,
-            sandbox_id: None,
-            created_unix_ms: 0,
-            expires_unix_ms: None,
-            shape: manifest.shape,
-            remote_status: RemoteStatus::Pending,
-            origin_node: self.node.clone(),
-            logical_bytes: 0,
-            new_bytes: 0,
-            chunks_new: 0,
-            chunks_deduplicated: 0,
-            pause_us: 0,
-            parent: None,
-            internal: false,
-            condemned: false,
-            idempotency: None,
-        };
+        let row = SnapshotRow::new(id, self.team.clone(), self.node.clone(), manifest.shape, 0);
         let staged = self.store.staged_among(&manifest.packs).await;
         let (packs, writer) = (manifest.packs.clone(), Some(self.writer.lease()));
         let commit = SnapshotCommit { row, manifest: manifest.encode(), packs, staged, writer };

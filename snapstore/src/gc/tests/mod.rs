@@ -87,24 +87,8 @@ impl World {
             created_unix_ms: 0,
         };
         let row = SnapshotRow {
-            id,
-            team: team(),
-            name: None,
-            sandbox_id: None,
-            created_unix_ms: 0,
-            expires_unix_ms: None,
-            shape: manifest.shape,
             remote_status: RemoteStatus::Ready,
-            origin_node: NodeId::new("node-1").expect("an id"),
-            logical_bytes: 0,
-            new_bytes: 0,
-            chunks_new: 0,
-            chunks_deduplicated: 0,
-            pause_us: 0,
-            parent: None,
-            internal: false,
-            condemned: false,
-            idempotency: None,
+            ..SnapshotRow::new(id, team(), NodeId::new("node-1").expect("an id"), manifest.shape, 0)
         };
         let staged = packs.iter().map(|pack| pack.id).collect();
         SnapshotCommit { row, manifest: manifest.encode(), packs: packs.to_vec(), staged, writer: None }

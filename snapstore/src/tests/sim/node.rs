@@ -181,24 +181,9 @@ impl Node {
                 created_unix_ms: 0,
             };
             let row = SnapshotRow {
-                id,
-                team: self.team.clone(),
-                name: None,
                 sandbox_id: sandbox.clone(),
-                created_unix_ms: self.catalog.now_unix_ms(),
                 expires_unix_ms: expires_ms,
-                shape: manifest.shape,
-                remote_status: RemoteStatus::Pending,
-                origin_node: self.id.clone(),
-                logical_bytes: 0,
-                new_bytes: 0,
-                chunks_new: 0,
-                chunks_deduplicated: 0,
-                pause_us: 0,
-                parent: None,
-                internal: false,
-                condemned: false,
-                idempotency: None,
+                ..SnapshotRow::new(id, self.team.clone(), self.id.clone(), manifest.shape, self.catalog.now_unix_ms())
             };
             let (encoded, packs) = (manifest.encode(), manifest.packs.clone());
             let commit = SnapshotCommit { row, manifest: encoded, packs, staged: HashSet::new(), writer: None };

@@ -69,8 +69,8 @@ pub(super) struct World {
     epoch: Instant,
     /// Objects that were deleted: a stale list shows them.
     ghosts: Mutex<Vec<BlobEntry>>,
-    /// The key of the last read that was damaged: no two in a row.
-    damaged: Mutex<Option<String>>,
+    /// The objects of which a read was damaged: once each, since two damaged reads of one in a row are as good as a loss.
+    damaged: Mutex<HashSet<String>>,
     /// Packs by manifest, as they were last judged.
     judged: Mutex<HashMap<SnapshotId, (Revision, Vec<PackId>)>>,
     /// What happened, for comparing runs.
@@ -255,14 +255,13 @@ impl AdverseBlobs {
         }
     }
 
-    /// What arrives: now and then with a bit of it turned over, but what is read again then is right.
+    /// What arrives: now and then with a bit of it turned over.
     fn deliver(&self, key: &str, bytes: Bytes) -> Bytes {
         let mut damaged = self.0.damaged.lock();
-        if bytes.is_empty() || damaged.as_deref() == Some(key) || !self.0.strikes(15) {
-            *damaged = None;
+        if bytes.is_empty() || damaged.contains(key) || !self.0.strikes(8) {
             return bytes;
         }
-        *damaged = Some(key.to_owned());
+        damaged.insert(key.to_owned());
         let mut bytes = bytes.to_vec();
         let at = usize::try_from(self.0.roll(bytes.len() as u64)).expect("small");
         bytes[at] ^= 1 << self.0.roll(8);
