@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from harness import accounts
+from harness.objectstore import ObjectStore
 from harness.server import Server, ServerError, copy_data
 from harness.world import World
 
@@ -147,6 +148,14 @@ def world(server: Server) -> Iterator[World]:
 def shared(server: Server) -> Iterator[World]:
     """Sandboxes and snapshots that end with the module."""
     made = World(server)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    """An object store of the module's own, beside the server."""
+    made = ObjectStore()
     yield made
     made.close()
 

@@ -234,13 +234,6 @@ def test_with_no_good_copy_left_the_create_fails_and_says_why(new_server: MakeSe
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    made = ObjectStore()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def remote(root: Path, store: ObjectStore) -> Iterator[Server]:
     """A server whose object store is that one, from its first start on."""
     server = Server(root / "remote", args=[*store.arguments, "--fault-deadline", "60s"])

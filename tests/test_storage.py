@@ -28,13 +28,6 @@ AT_ONCE = ("--gc-interval", "0s", "--gc-grace", "0s")
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    made = ObjectStore()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def remote(root: Path, store: ObjectStore) -> Iterator[Server]:
     """A server with that object store, from its first start on."""
     server = Server(root / "storage", args=[*store.arguments, *AT_ONCE])

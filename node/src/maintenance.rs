@@ -62,7 +62,7 @@ pub fn rewriter(node: &State) -> Rewriter<'_> {
 }
 
 /// Rewrites packs that are mostly dead, unless another node is at it.
-pub async fn repack(node: &State) -> Result<Repacked, NodeError> {
+async fn repack(node: &State) -> Result<Repacked, NodeError> {
     let done = repack::repack(rewriter(node)).await?.unwrap_or_default();
     if done.snapshots_amended > 0 {
         tracing::info!(?done, "rewrote packs that were mostly dead");
@@ -71,18 +71,24 @@ pub async fn repack(node: &State) -> Result<Repacked, NodeError> {
     Ok(done)
 }
 
-/// One collection now; of a dry run only what it would do.
-pub async fn collect(node: &State, dry_run: bool) -> Result<Report, NodeError> {
-    let upkeep = &node.upkeep;
-    if dry_run {
-        let settings = Settings { dry_run, ..upkeep.settings };
-        let mut rehearsal = Collector::new(Arc::clone(&upkeep.catalog), Arc::clone(&upkeep.blobs), settings);
-        return Ok(rehearsal.collect().await?);
+/// What one collection would do now.
+pub async fn rehearse(node: &State) -> Result<Report, NodeError> {
+    let Upkeep { catalog, blobs, settings, .. } = &node.upkeep;
+    let settings = Settings { dry_run: true, ..*settings };
+    Ok(Collector::new(Arc::clone(catalog), Arc::clone(blobs), settings).collect().await?)
+}
+
+/// Rewrites what is mostly dead and collects, now. What is damaged or cannot be had is no reason not to collect: that
+/// nothing was rewritten is answered beside the report.
+pub async fn collect(node: &State) -> Result<(Result<Repacked, NodeError>, Report), NodeError> {
+    let repacked = repack(node).await;
+    if let Err(error) = &repacked {
+        tracing::warn!(%error, "tried again later");
     }
-    let report = upkeep.collector.lock().await.collect().await?;
+    let report = node.upkeep.collector.lock().await.collect().await?;
     drop_what_is_gone(node).await?;
     upload_what_is_left(node).await?;
-    Ok(report)
+    Ok((repacked, report))
 }
 
 /// Packs that no snapshot can use any more leave this node, and those that were avoided by mistake are used again.
@@ -132,11 +138,7 @@ pub async fn run(node: Arc<State>) {
         match node.config.gc_interval {
             Some(interval) => {
                 repeat(&node, interval, "collecting garbage", || async {
-                    // What is damaged or cannot be had just now is no reason not to collect.
-                    if let Err(error) = repack(&node).await {
-                        tracing::warn!(%error, "tried again later");
-                    }
-                    match collect(&node, false).await {
+                    match collect(&node).await {
                         Err(NodeError::Gc(GcError::Busy | GcError::LeaseLost)) => Ok(()),
                         other => other.map(drop),
                     }

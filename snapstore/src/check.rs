@@ -160,18 +160,16 @@ pub async fn repair(rewriter: Rewriter<'_>, progress: Progress<'_>) -> Result<Ch
     let mut hit: HashSet<SnapshotId> = bad.iter().flat_map(|pack| census.named_by(pack)).copied().collect();
     hit.extend(report.missing.iter().flat_map(|chunk| &chunk.snapshots));
     let mut lost = HashSet::new();
+    let packs_of = |key| {
+        let packs = census.packs.iter().map(|usage| usage.pack);
+        packs.filter(|pack| census.key_of(&pack.id) == Some(key)).collect()
+    };
     let total = hit.len() as u64;
     for (done, usage) in (1..).zip(census.snapshots.iter().filter(|usage| hit.contains(&usage.id))) {
-        let mut named = HashSet::new();
-        let mut packs = Vec::new();
+        let sound = |id: &PackId| census.named_by(id).contains(&usage.id) && !bad.contains(id);
+        let named = (0..).zip(&census.packs).filter(|(_, pack)| sound(&pack.pack.id)).map(|(number, _)| number);
+        let named: HashSet<u32> = named.collect();
         let mut key = None;
-        for (number, pack) in (0..).zip(&census.packs) {
-            let id = &pack.pack.id;
-            if census.named_by(id).contains(&usage.id) && !bad.contains(id) {
-                named.insert(number);
-            }
-            packs.push(pack.pack);
-        }
         let safe = |id: &ChunkId| good.get(&id.short()).is_some_and(|at| at.iter().any(|pack| named.contains(pack)));
         let mut chunks = Vec::new();
         census
@@ -186,7 +184,7 @@ pub async fn repair(rewriter: Rewriter<'_>, progress: Progress<'_>) -> Result<Ch
         let Some(key) = key else { continue };
         let mut seen = HashSet::new();
         chunks.retain(|chunk| seen.insert(*chunk));
-        packs.retain(|pack| census.key_of(&pack.id) == Some(key));
+        let packs = packs_of(key);
         let copy = Copy { key, out_of: bad.clone(), chunks, packs, snapshots: vec![usage.id], replace: true };
         let copied = rewriter.copy(copy).await?;
         report.repaired.chunks += copied.chunks;

@@ -130,9 +130,10 @@ where
     }
 }
 
-async fn discard(store: &Store, sealed: Sealed) {
+/// Drops sealed packs that no manifest names, or ever will.
+pub(crate) async fn discard(store: &Store, sealed: Sealed) {
     if let Err(error) = store.discard(sealed).await {
-        tracing::warn!(%error, "packs of a refused snapshot stay until the next start");
+        tracing::warn!(%error, "packs that nobody names stay until the next start");
     }
 }
 

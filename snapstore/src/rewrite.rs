@@ -22,7 +22,7 @@ use crate::fetch::Scope;
 use crate::ids::{ChunkId, DomainKey, NodeId, PackId, SnapshotId};
 use crate::ingest::Sealed;
 use crate::pack::PackRef;
-use crate::publish::Writer;
+use crate::publish::{Writer, discard};
 use crate::store::Store;
 
 /// Chunks read and written at a time: a MiB of guest pages.
@@ -120,7 +120,7 @@ impl Rewriter<'_> {
             }
         }
         if !named {
-            self.discard(sealed).await;
+            discard(self.store, sealed).await;
         }
         Ok(copied)
     }
@@ -158,7 +158,7 @@ impl Rewriter<'_> {
         error: &CatalogError,
     ) -> Result<(), CatalogError> {
         if !named {
-            self.discard(sealed).await;
+            discard(self.store, sealed).await;
         }
         match error {
             CatalogError::PacksNotLive { packs } => self.store.avoid_packs(packs),
@@ -166,11 +166,5 @@ impl Rewriter<'_> {
             _ => {}
         }
         Ok(())
-    }
-
-    async fn discard(&self, sealed: Sealed) {
-        if let Err(error) = self.store.discard(sealed).await {
-            tracing::warn!(%error, "copied packs that nobody names stay until the next start");
-        }
     }
 }

@@ -220,13 +220,6 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets where a pack holds its chunks, and that it is in the blob store: it is deleted or about to be. New ingests
-    /// no longer deduplicate against it.
-    pub async fn forget_pack(&self, pack: PackId) {
-        let fetcher = Arc::clone(&self.fetcher);
-        blocking(move || fetcher.cache.forget_pack(&pack)).await;
-    }
-
     /// Asks the blob store what it holds, by listing it. [`Store::stats`] repeats the answer until the next time.
     pub async fn refresh_remote_usage(&self) -> Result<RemoteUsage, StoreError> {
         const PAGE: u16 = 1000;

@@ -55,19 +55,15 @@ impl v1::storage_server::Storage for StorageService {
         &self,
         request: Request<v1::CollectGarbageRequest>,
     ) -> Result<Response<v1::CollectGarbageResponse>, Status> {
-        let dry_run = request.into_inner().dry_run;
-        let repacked = match dry_run {
-            true => None,
-            false => {
-                maintenance::expire(&self.0).await?;
-                Some(maintenance::repack(&self.0).await)
-            }
-        };
-        let mut response = collected(&maintenance::collect(&self.0, dry_run).await?);
+        if request.into_inner().dry_run {
+            return Ok(Response::new(collected(&maintenance::rehearse(&self.0).await?)));
+        }
+        maintenance::expire(&self.0).await?;
+        let (repacked, report) = maintenance::collect(&self.0).await?;
+        let mut response = collected(&report);
         match repacked {
-            None => {}
-            Some(Ok(done)) => response.repacked = Some(rewritten(done)),
-            Some(Err(error)) => response.not_repacked = error.to_string(),
+            Ok(done) => response.repacked = Some(rewritten(done)),
+            Err(error) => response.not_repacked = error.to_string(),
         }
         Ok(Response::new(response))
     }

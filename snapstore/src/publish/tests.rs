@@ -3,19 +3,12 @@
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::*;
+use crate::Manifest;
 use crate::catalog::SnapshotRow;
 use crate::catalog::kv::KvError;
 use crate::ids::{NodeId, TeamId};
+use crate::rewrite::RewriteError as Error;
 use crate::tests::{KEY, Model, World, manifest, write_image};
-use crate::{Manifest, StoreError};
-
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error(transparent)]
-    Catalog(#[from] CatalogError),
-    #[error(transparent)]
-    Store(#[from] StoreError),
-}
 
 fn row(manifest: &Manifest) -> SnapshotRow {
     SnapshotRow::new(

@@ -219,9 +219,8 @@ async fn a_forgotten_pack_is_not_deduplicated_against() {
     store.upload(&manifest.snapshot_id, &manifest).await.expect("upload");
     let (_, sealed) = snapshot(&store, &model, None).await;
     assert_eq!(sealed.chunks_new, 0);
-    for pack in &manifest.packs {
-        store.forget_pack(pack.id).await;
-    }
+    let packs = manifest.packs.iter().map(|pack| pack.id).collect();
+    store.drop_gone(&packs).await.expect("drop");
     let (_, sealed) = snapshot(&store, &model, None).await;
     assert_eq!(sealed.chunks_new, 6);
 }

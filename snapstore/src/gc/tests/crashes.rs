@@ -165,8 +165,6 @@ async fn wherever_it_is_stopped_the_next_ones_finish() {
             let (world, kept) = busy_world().await;
             let left = Arc::new(AtomicUsize::new(stopped_at));
             let cut = || Cut { left: Arc::clone(&left), end };
-            let kv = Arc::new(CutKv(Arc::clone(&world.kv), Cut { left: Arc::new(AtomicUsize::new(usize::MAX)), end }));
-            drop(kv);
             let catalog = Catalog::over_for_tests(Arc::new(CutKv(Arc::clone(&world.kv), cut())), world.clock.clone());
             let blobs = Arc::new(CutBlobs(Arc::clone(&world.memory), cut()));
             let mut collector = Collector::new(catalog, blobs, settings());

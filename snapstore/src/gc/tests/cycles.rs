@@ -117,16 +117,24 @@ async fn a_second_collector_waits_and_a_late_one_stops() {
     assert!(matches!(world.collector().collect().await, Err(GcError::Busy)));
     world.clock.advance_ms(LEASE_MS);
     world.collect().await;
-    // The clock jumps in the middle of a cycle, just before its DELETEs: others may have taken over since.
+    // The clock jumps in the middle of a cycle, before its DELETEs, and another takes over.
     let left = world.snapshot(&[pack(1)]).await;
     world.delete(&left).await;
     world.collect().await;
     world.clock.advance_ms(GRACE_MS);
-    let clock = Arc::clone(&world.clock);
+    let (clock, catalog) = (Arc::clone(&world.clock), Arc::clone(&world.catalog));
     world.blobs.fail(move |op, key| {
-        (op == BlobOp::Get && key == owner::OWNER_KEY).then(|| clock.advance_ms(0));
+        if op == BlobOp::Get && key == owner::OWNER_KEY {
+            clock.advance_ms(LEASE_MS);
+            let taken = catalog.acquire_lease("collector", LeaseHolder([2; 16]), LEASE_MS);
+            assert!(futures::executor::block_on(taken).expect("answers").is_some());
+        }
         None
     });
+    assert!(matches!(world.collector().collect().await, Err(GcError::LeaseLost)));
+    assert!(world.has(&pack(1)));
+    world.blobs.fail(|_, _| None);
+    world.clock.advance_ms(LEASE_MS);
     world.collect().await;
     assert!(!world.has(&pack(1)));
 }
@@ -198,8 +206,7 @@ async fn keys_that_are_not_ours_and_uploads_under_way_are_left_alone() {
     let commit = world.commit(&[pack(7)]);
     let (catalog, memory) = (Arc::clone(&world.catalog), Arc::clone(&world.memory));
     let row = commit.row.id;
-    let mut pending = Some(commit);
-    let first = std::sync::Mutex::new(pending.take());
+    let first = std::sync::Mutex::new(Some(commit));
     world.blobs.fail(move |op, key| {
         if op == BlobOp::List
             && key == "packs/"

@@ -18,7 +18,7 @@ use crate::ids::{ChunkNo, DomainKey, NodeId, SandboxId, SnapshotId, TeamId};
 use crate::manifest::{HostFacts, MANIFEST_VERSION, Shape};
 use crate::publish::{Attempt, Outcome, Writer, publish};
 use crate::repack::repack;
-use crate::rewrite::Rewriter;
+use crate::rewrite::{RewriteError as Error, Rewriter};
 use crate::staging::Staging;
 use crate::{ChunkData, ImageSpec, Manifest, ReadError, SnapshotReader, Store, StoreConfig, StoreError};
 
@@ -31,16 +31,6 @@ const CONTENTS: u64 = 10;
 
 pub(super) const GRACE_MS: i64 = 4_000;
 const LEASE_MS: i64 = 3_000;
-
-#[derive(Debug, thiserror::Error)]
-enum Error {
-    #[error(transparent)]
-    Catalog(#[from] CatalogError),
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    #[error(transparent)]
-    Read(#[from] ReadError),
-}
 
 /// A guest: what it was restored from, and what that holds.
 struct Guest {

@@ -134,6 +134,28 @@ impl World {
         sleep(Duration::from_millis(ms)).await;
     }
 
+    /// A write: once in `late` it arrives when nobody expects it any more, now and then its answer is lost.
+    async fn write<T, E>(
+        &self,
+        late: u64,
+        apply: impl Future<Output = Result<T, E>> + Send + 'static,
+        unknown: impl Fn() -> E,
+    ) -> Result<T, E> {
+        if self.strikes(late) {
+            let late = Duration::from_millis(self.roll(20_000));
+            tokio::spawn(async move {
+                sleep(late).await;
+                let _ = apply.await;
+            });
+            return Err(unknown());
+        }
+        let outcome = apply.await;
+        match self.strikes(60) {
+            true => Err(unknown()),
+            false => outcome,
+        }
+    }
+
     /// Whether some node has the pack on its disk.
     pub(super) fn is_staged(&self, pack: &PackId) -> bool {
         self.staging.iter().any(|dir| dir.join(format!("{pack}.pack")).exists())
@@ -225,20 +247,7 @@ impl KeyValue for AdverseKv {
             }
             outcome
         };
-        if self.0.strikes(100) {
-            // It arrives when nobody expects it any more.
-            let late = Duration::from_millis(self.0.roll(20_000));
-            tokio::spawn(async move {
-                sleep(late).await;
-                let _ = apply.await;
-            });
-            return Err(unknown());
-        }
-        let outcome = apply.await;
-        match self.0.strikes(60) {
-            true => Err(unknown()),
-            false => outcome,
-        }
+        self.0.write(100, apply, unknown).await
     }
 }
 
@@ -276,19 +285,7 @@ impl AdverseBlobs {
     ) -> Result<T, BlobError> {
         self.turn(op, key).await?;
         let unknown = || BlobError::Unknown { op, key: key.into(), reason: "reset".into() };
-        if self.0.strikes(60) {
-            let late = Duration::from_millis(self.0.roll(20_000));
-            tokio::spawn(async move {
-                sleep(late).await;
-                let _ = apply.await;
-            });
-            return Err(unknown());
-        }
-        let outcome = apply.await;
-        match self.0.strikes(60) {
-            true => Err(unknown()),
-            false => outcome,
-        }
+        self.0.write(60, apply, unknown).await
     }
 }
 
