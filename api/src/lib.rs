@@ -22,8 +22,9 @@
 //!
 //! # A client that hangs up
 //!
-//! Creating, snapshotting, rolling back and killing go on in a task of their own when the client hangs up. A create
-//! whose client is gone ends as an ordinary sandbox, with its timeout.
+//! A REST request that has arrived whole is answered, whether or not its client still listens: it runs in a task of its
+//! own from the moment its head is read. A create whose client is gone ends as an ordinary sandbox, with its timeout. A
+//! client that hangs up within its body has asked for nothing. In the data plane the guest sees its client go.
 
 mod body;
 mod clients;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body as ResponseBody;
 use axum::response::IntoResponse;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
@@ -20,14 +20,16 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use thiserror::Error;
 use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::body::{collect, discard};
 use crate::clients::{BadUrl, Clients};
 use crate::config::ApiConfig;
+use crate::errors::ApiError;
 use crate::proxy::Proxy;
-use crate::proxy::route::target;
+use crate::proxy::route::{Target, target};
 use crate::routes::{App, router};
 use crate::timing::Received;
 
@@ -105,6 +107,13 @@ pub async fn serve(
 
 type Connection<S> = http1::UpgradeableConnection<TokioIo<TcpStream>, S>;
 
+/// What a request is answered by.
+enum Work {
+    Guest(Target, Request<Incoming>),
+    Rest(JoinHandle<Response<ResponseBody>>),
+    Refused(ApiError),
+}
+
 /// What requests are sent to.
 struct Port {
     app: Arc<App>,
@@ -132,10 +141,7 @@ impl Port {
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%error, "TCP_NODELAY");
         }
-        let service = service_fn(move |request| {
-            let port = self.clone();
-            async move { port.answer(request).await }
-        });
+        let service = service_fn(move |request| self.clone().answer(request));
         http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(HEAD_PATIENCE)
@@ -143,27 +149,45 @@ impl Port {
             .with_upgrades()
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Result<Response<ResponseBody>, Infallible> {
+    /// hyper drops the future of a request when it sees the client's end of the connection closed, which can be before
+    /// that future was polled once. So a REST request, which is a thing to be done, becomes a task in this very call;
+    /// one for a guest is a conversation, and ends with its client.
+    fn answer(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = Result<Response<ResponseBody>, Infallible>> + Send {
         let received = Received(Instant::now());
         let authority = request.uri().authority().map(|authority| authority.as_str());
-        match target(request.headers(), authority) {
-            Ok(Some(target)) => Ok(self.app.proxy.forward(&target, request).await),
-            Ok(None) => self.rest(request, received).await,
+        let work = match target(request.headers(), authority) {
+            Ok(Some(target)) => Work::Guest(target, request),
+            Ok(None) => Work::Rest(self.app.tasks.spawn(self.clone().rest(request, received))),
             Err(error) => {
                 let (head, body) = request.into_parts();
                 discard(&head.headers, body, &self.app.tasks);
-                Ok(error.into_response())
+                Work::Refused(error)
             }
+        };
+        async move {
+            Ok(match work {
+                Work::Guest(target, request) => self.app.proxy.forward(&target, request).await,
+                Work::Rest(task) => task.await.unwrap_or_else(|error| {
+                    tracing::error!(%error, "an operation broke off");
+                    let text = "the server broke off; look before you repeat it";
+                    ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, text).into_response()
+                }),
+                Work::Refused(error) => error.into_response(),
+            })
         }
     }
 
-    async fn rest(&self, request: Request<Incoming>, received: Received) -> Result<Response<ResponseBody>, Infallible> {
+    async fn rest(self: Arc<Self>, request: Request<Incoming>, received: Received) -> Response<ResponseBody> {
         let (mut head, body) = request.into_parts();
         let body = match collect(&head.headers, body, self.app.config.max_body_bytes, &self.app.tasks).await {
             Ok(body) => body,
-            Err(error) => return Ok(error.into_response()),
+            Err(error) => return error.into_response(),
         };
         head.extensions.insert(received);
-        self.routes.call(Request::from_parts(head, Full::new(body))).await
+        let Ok(response) = self.routes.call(Request::from_parts(head, Full::new(body))).await;
+        response
     }
 }

@@ -5,8 +5,7 @@
 //!     ▶ Scheduler.Place (503, nothing happened) ▶ Node.CreateSandbox ▶ Scheduler.Release, in every case
 //! ```
 //!
-//! All after the parsing runs in a task of its own: when the client hangs up, the sandbox is created all the same and
-//! lives until its timeout. A client that sent an `Idempotency-Key` gets that same sandbox when it asks again.
+//! When the client hangs up, the sandbox is created all the same and lives until its timeout. A client that sent an `Idempotency-Key` gets that same sandbox when it asks again.
 //! If this process dies between placing and releasing, the reservation expires in the scheduler.
 
 use std::sync::Arc;
@@ -61,8 +60,7 @@ async fn create(
     let defaults = CreateDefaults { timeout_s: app.config.default_timeout_s, secure };
     let request = Create::from_fields(&Fields::parse(&body)?, defaults)?;
     let digest = if idempotency_key.is_empty() { Vec::new() } else { blake3::hash(&body).as_bytes().to_vec() };
-    let operation = run(app.clone(), team, request, idempotency_key, digest, received);
-    app.detached(operation).await
+    run(app, team, request, idempotency_key, digest, received).await
 }
 
 async fn run(

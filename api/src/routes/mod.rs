@@ -1,7 +1,7 @@
 //! The REST routes, and what their handlers share.
 //!
-//! Handlers validate, convert and call. Anything that changes something runs in a task of its own ([`App::detached`]),
-//! so that a client that hangs up does not cut an operation in the middle.
+//! Handlers validate, convert and call. Each request runs in a task of its own (`serve`), so that a client that hangs
+//! up does not cut an operation in the middle.
 
 mod create;
 mod listing;
@@ -11,7 +11,6 @@ mod sandboxes;
 mod snapshots;
 mod templates;
 
-use std::future::Future;
 use std::sync::Arc;
 
 use axum::Router;
@@ -35,19 +34,6 @@ pub(crate) struct App {
     pub(crate) proxy: Proxy,
     /// Everything that goes on after its request; shutdown waits for it.
     pub(crate) tasks: TaskTracker,
-}
-
-impl App {
-    /// Runs `operation` to its end, whether or not the client waits for it.
-    async fn detached<T: Send + 'static>(
-        &self,
-        operation: impl Future<Output = Result<T, ApiError>> + Send + 'static,
-    ) -> Result<T, ApiError> {
-        self.tasks.spawn(operation).await.unwrap_or_else(|error| {
-            tracing::error!(%error, "an operation broke off");
-            Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "the server broke off; look before you repeat it"))
-        })
-    }
 }
 
 /// All routes.

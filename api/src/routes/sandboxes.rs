@@ -33,19 +33,12 @@ pub(super) async fn kill(
     headers: HeaderMap,
 ) -> Result<Response, ApiError> {
     let team = team_of(&headers)?;
-    let operation = {
-        let app = app.clone();
-        async move {
-            let sandbox = app.clients.sandbox(&team, &id).await?;
-            let request = KillSandboxRequest { team: team.to_field(), sandbox_id: id.clone() };
-            let killed = app.clients.node(&sandbox.node_url)?.kill_sandbox(request).await;
-            app.proxy.forget(&id);
-            killed.map_err(|status| ApiError::from(status).if_not_found(|| ApiError::no_sandbox(&id)))?;
-            tracing::info!(sandbox_id = id, "sandbox killed");
-            Ok(())
-        }
-    };
-    app.detached(operation).await?;
+    let sandbox = app.clients.sandbox(&team, &id).await?;
+    let request = KillSandboxRequest { team: team.to_field(), sandbox_id: id.clone() };
+    let killed = app.clients.node(&sandbox.node_url)?.kill_sandbox(request).await;
+    app.proxy.forget(&id);
+    killed.map_err(|status| ApiError::from(status).if_not_found(|| ApiError::no_sandbox(&id)))?;
+    tracing::info!(sandbox_id = id, "sandbox killed");
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 

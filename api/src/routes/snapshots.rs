@@ -39,28 +39,21 @@ pub(super) async fn create(
     }
     let request_digest = if idempotency_key.is_empty() { Vec::new() } else { blake3::hash(&body).as_bytes().to_vec() };
 
-    let operation = {
-        let app = app.clone();
-        async move {
-            let sandbox = app.clients.usable_sandbox(&team, &id).await?;
-            let request = SnapshotSandboxRequest {
-                team: team.to_field(),
-                sandbox_id: id.clone(),
-                name,
-                retention_ms: 0,
-                idempotency_key,
-                request_digest,
-            };
-            let answer = app.clients.node(&sandbox.node_url)?.snapshot_sandbox(request).await;
-            let answer = answer
-                .map_err(|status| after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(&id)))?;
-            answer
-                .into_inner()
-                .snapshot
-                .ok_or_else(|| tonic::Status::internal(format!("sandbox {id}: the node answered no snapshot")).into())
-        }
+    let sandbox = app.clients.usable_sandbox(&team, &id).await?;
+    let request = SnapshotSandboxRequest {
+        team: team.to_field(),
+        sandbox_id: id.clone(),
+        name,
+        retention_ms: 0,
+        idempotency_key,
+        request_digest,
     };
-    let snapshot = app.detached(operation).await?;
+    let answer = app.clients.node(&sandbox.node_url)?.snapshot_sandbox(request).await;
+    let snapshot = answer
+        .map_err(|status| after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(&id)))?
+        .into_inner()
+        .snapshot
+        .ok_or_else(|| tonic::Status::internal(format!("sandbox {id}: the node answered no snapshot")))?;
     tracing::info!(
         snapshot_id = snapshot.id,
         sandbox_id = snapshot.sandbox_id,
@@ -85,26 +78,17 @@ pub(super) async fn rollback(
         Some(reference) if is_reference(reference) => reference.to_owned(),
         _ => return Err(ApiError::invalid("`snapshotID` must be a snapshot's id or its full name")),
     };
-    let operation = {
-        let app = app.clone();
-        async move {
-            let sandbox = app.clients.usable_sandbox(&team, &id).await?;
-            let request = RollbackSandboxRequest {
-                team: team.to_field(),
-                sandbox_id: id.clone(),
-                snapshot_id: snapshot_id.clone(),
-            };
-            let before_node = received.0.elapsed();
-            let answer = app.clients.node(&sandbox.node_url)?.rollback_sandbox(request).await;
-            // Whatever came of it: connections to the guest of before must not be used again.
-            app.proxy.forget(&id);
-            let answer = answer.map_err(|status| after_the_fact(status.into()))?.into_inner();
-            let headers = restore_headers(None, before_node, answer.timings.as_ref());
-            // A full name is answered with the id behind it.
-            let snapshot_id = answer.snapshot.map_or(snapshot_id, |snapshot| snapshot.id);
-            let body = RolledBack { sandbox_id: id, snapshot_id, operation_id: answer.operation_id, status: "success" };
-            Ok((headers, axum::Json(body)).into_response())
-        }
-    };
-    app.detached(operation).await
+    let sandbox = app.clients.usable_sandbox(&team, &id).await?;
+    let request =
+        RollbackSandboxRequest { team: team.to_field(), sandbox_id: id.clone(), snapshot_id: snapshot_id.clone() };
+    let before_node = received.0.elapsed();
+    let answer = app.clients.node(&sandbox.node_url)?.rollback_sandbox(request).await;
+    // Whatever came of it: connections to the guest of before must not be used again.
+    app.proxy.forget(&id);
+    let answer = answer.map_err(|status| after_the_fact(status.into()))?.into_inner();
+    let headers = restore_headers(None, before_node, answer.timings.as_ref());
+    // A full name is answered with the id behind it.
+    let snapshot_id = answer.snapshot.map_or(snapshot_id, |snapshot| snapshot.id);
+    let body = RolledBack { sandbox_id: id, snapshot_id, operation_id: answer.operation_id, status: "success" };
+    Ok((headers, axum::Json(body)).into_response())
 }

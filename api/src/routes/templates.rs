@@ -82,21 +82,14 @@ pub(super) async fn delete(
 ) -> Result<Response, ApiError> {
     check(&reference)?;
     let team = team_of(&headers)?;
-    let operation = {
-        let app = app.clone();
-        async move {
-            let request = DeleteRequest { team: team.to_field(), reference: reference.clone() };
-            app.clients.catalog().delete(request).await.map_err(|status| {
-                // The word "template" is how one of the SDKs knows what was not found.
-                after_the_fact(ApiError::from(status)).if_not_found(|| {
-                    ApiError::not_found(format!("template or snapshot `{reference}` was not found or is deleted"))
-                })
-            })?;
-            tracing::info!(reference, "deleted");
-            Ok(())
-        }
-    };
-    app.detached(operation).await?;
+    let request = DeleteRequest { team: team.to_field(), reference: reference.clone() };
+    app.clients.catalog().delete(request).await.map_err(|status| {
+        // The word "template" is how one of the SDKs knows what was not found.
+        after_the_fact(ApiError::from(status)).if_not_found(|| {
+            ApiError::not_found(format!("template or snapshot `{reference}` was not found or is deleted"))
+        })
+    })?;
+    tracing::info!(reference, "deleted");
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 

@@ -1,5 +1,9 @@
 //! Clients that hang up in the middle: what they began comes to its end.
 
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::Duration;
+
 use bytes::Bytes;
 use http::{Method, Request};
 use http_body_util::Full;
@@ -70,4 +74,28 @@ async fn shutdown_waits_for_an_operation_without_a_client() {
     backends.open_gate();
     soon("shutdown", stopping).await.expect("joined");
     assert_eq!(backends.sandbox_ids(), ["mine"]);
+}
+
+/// The end of the connection is there together with the last of the request: hyper drops the future of a request when it
+/// sees that, and must find that all is under way without it.
+#[tokio::test]
+async fn a_request_counts_whose_client_goes_with_its_last_byte() {
+    let world = World::start().await.with_sandbox("abc");
+    let body = r#"{"templateID": "base", "sandboxID": "mine"}"#;
+    for (method, path, body) in [("DELETE", "/sandboxes/abc", ""), ("POST", "/sandboxes", body)] {
+        let mut client = TcpStream::connect(world.address).expect("a connection");
+        let head = format!("{method} {path} HTTP/1.1\r\nHost: localhost\r\nX-API-Key: any\r\n");
+        let request = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
+        let (first, last) = request.split_at(request.len() - body.len().max(1));
+        client.write_all(first.as_bytes()).expect("sent");
+        // The server, on this same thread, comes to where it waits for the rest.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        client.write_all(last.as_bytes()).expect("sent");
+    }
+    soon("both", async {
+        while world.backends.sandbox_ids() != ["mine"] {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
 }
