@@ -259,23 +259,8 @@ class QemuImg(Peer):
 
     def read(self, part: str, stretches: list[tuple[int, int]]) -> tuple[float, int]:
         image = f"{self.store}/{RESTORED}-{part.removesuffix('.img')}.qcow2"
-        began = time.monotonic()
-        process = subprocess.Popen(
-            ["qemu-io", "-r", "-f", "qcow2", image], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdin is not None and process.stdout is not None
-        for offset, length in stretches:
-            process.stdin.write(f"read -q {offset} {length}\n")
-        process.stdin.write("map\n")
-        process.stdin.flush()
-        # `map` is the first that says anything.
-        answer = process.stdout.readline()
-        took, read = time.monotonic() - began, read_bytes(process.pid)
-        process.stdin.write("quit\n")
-        process.stdin.flush()
-        process.communicate()
-        assert answer and process.returncode == 0, answer
-        return took, read
+        reads = [word for offset, length in stretches for word in ("-c", f"read -q {offset} {length}")]
+        return run(["qemu-io", "-r", "-f", "qcow2", *reads, image], self.work, self.env)
 
 
 PEERS: list[type[Peer]] = [Borg, Restic, Casync, Rustic, Zstd, QemuImg]

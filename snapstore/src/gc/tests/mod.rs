@@ -2,7 +2,6 @@
 
 mod crashes;
 mod cycles;
-mod scale;
 
 use std::collections::HashSet;
 use std::sync::Arc;
