@@ -95,6 +95,42 @@ def test_a_snapshot_from_create_to_rm(world: World, server: Server, sandbox_id: 
     assert snapshot in done.stderr
 
 
+def test_pause_resume_and_fork(world: World, server: Server, sandbox_id: str) -> None:
+    assert server.run_cli("sandbox", "exec", sandbox_id, "echo kept > state").returncode == 0
+    done = server.run_cli("sandbox", "pause", sandbox_id)
+    assert (done.returncode, done.stdout) == (0, f"paused {sandbox_id}\n")
+    assert server.run_cli("sandbox", "pause", sandbox_id).returncode == CONFLICT
+    assert re.search(rf"{sandbox_id}\s+paused", server.run_cli("sandbox", "ls").stdout)
+    assert server.run_cli("sandbox", "resume", sandbox_id, "--timeout", "20m").returncode == 0
+    forks = server.run_cli("sandbox", "fork", sandbox_id, "-n", "2").stdout.split()
+    assert len(forks) == 2
+    for identity in (sandbox_id, *map(world.keep_id, forks)):
+        assert server.run_cli("sandbox", "exec", identity, "cat state").stdout == "kept\n"
+    assert server.run_cli("sandbox", "fork", "nosuchsandbox").returncode == NOT_FOUND
+
+
+@pytest.mark.parametrize("operation", ["create", "snapshot", "clone", "rollback", "pause"])
+def test_bench_measures_and_leaves_nothing(server: Server, operation: str) -> None:
+    arguments = ("bench", operation, "-n", "3", "-c", "2", "--dirty-mib", "2")
+    measured = server.cli(*arguments)
+    assert (measured["operation"], measured["count"], measured["errors"]) == (operation, 3, 0)
+    series = measured["series"][0]
+    assert (series["name"], series["count"]) == (operation, 3)
+    assert 0 < series["p50_ms"] <= series["max_ms"]
+    assert series["p99_ms"] is None, "of three samples there is none"
+    assert sum(bar["count"] for bar in series["histogram"]) == 3
+
+
+def test_bench_says_what_is_wrong(server: Server) -> None:
+    done = server.run_cli("bench", "create", "--from", "nosuch", "-n", "2")
+    assert done.returncode == 1
+    assert "nosuch" in done.stderr
+    assert "2 operations, 2 failed" in done.stdout
+    done = server.run_cli("bench", "snapshot", "--from", "nosuch")
+    assert done.returncode == NOT_FOUND
+    assert "nothing was measured" in done.stderr
+
+
 def test_a_sandbox_from_a_snapshot(world: World, server: Server) -> None:
     source = world.cube()
     run(source, "echo here > /root/marker")

@@ -225,11 +225,6 @@ def test_a_wrong_method_is_405(server: Server, method: str, path: str) -> None:
     call(server, method, path).assert_error(405)
 
 
-@pytest.mark.parametrize(("action", "body"), [("pause", {}), ("resume", {}), ("fork", {"count": 2})])
-def test_what_this_server_cannot_do_yet_says_so(server: Server, unharmed: Sandbox, action: str, body: object) -> None:
-    call(server, "POST", f"/sandboxes/{unharmed.sandbox_id}/{action}", body).assert_error(501)
-
-
 # Snapshots, rollbacks and timeouts of a sandbox that exists
 
 

@@ -102,4 +102,15 @@ impl Clients {
             _ => Ok(sandbox),
         }
     }
+
+    /// The same, for one that must have a VM: 409 when it is paused, or on the way there or back.
+    pub(crate) async fn running_sandbox(&self, team: &Team, id: &str) -> Result<v1::Sandbox, ApiError> {
+        let sandbox = self.usable_sandbox(team, id).await?;
+        match sandbox.state() {
+            v1::SandboxState::Paused => Err(ApiError::paused(id)),
+            v1::SandboxState::Pausing => Err(ApiError::busy(id, "being paused")),
+            v1::SandboxState::Resuming => Err(ApiError::busy(id, "being resumed")),
+            _ => Ok(sandbox),
+        }
+    }
 }

@@ -42,6 +42,18 @@ impl ApiError {
         Self::not_found(format!("sandbox {id} was not found; it was killed, reached its timeout, or never existed"))
     }
 
+    /// 409: the sandbox is in the middle of something, or paused; later it may be possible.
+    pub(crate) fn busy(id: &str, doing: &str) -> Self {
+        Self::new(StatusCode::CONFLICT, format!("sandbox {id} is {doing}; try again when that has ended"))
+            .or_retry(ShouldRetry::Yes)
+    }
+
+    /// 409: it has no VM.
+    pub(crate) fn paused(id: &str) -> Self {
+        Self::new(StatusCode::CONFLICT, format!("sandbox {id} is paused; resume it or connect to it first"))
+            .or_retry(ShouldRetry::No)
+    }
+
     /// 501: a route or an option of the public API that this server does not have.
     pub(crate) fn unimplemented(what: &str) -> Self {
         Self::new(StatusCode::NOT_IMPLEMENTED, format!("{what}: not implemented by this server"))
@@ -57,7 +69,6 @@ impl ApiError {
         Self { status, ..self }
     }
 
-    #[cfg(test)]
     pub(crate) fn message(&self) -> &str {
         &self.message
     }

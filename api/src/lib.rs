@@ -18,6 +18,7 @@
 //! | `wire` | what it gets back |
 //! | `errors` | gRPC status to HTTP answer |
 //! | `proxy` | the data plane |
+//! | `resume` | a paused sandbox gets a VM again |
 //! | `clients` | gRPC channels |
 //!
 //! # A client that hangs up
@@ -33,6 +34,7 @@ mod errors;
 mod fields;
 mod names;
 mod proxy;
+mod resume;
 mod routes;
 mod serve;
 mod team;

@@ -59,7 +59,8 @@ pub async fn serve(
     let cut_off = CancellationToken::new();
     let deadline = config.shutdown_deadline;
     let clients = Arc::new(Clients::new(&config.catalog_url, &config.scheduler_url, config.cluster_token.clone())?);
-    let proxy = Proxy::new(clients.clone(), config.cluster_token.clone(), tasks.clone(), stop.clone());
+    let wake_ms = i64::from(config.default_timeout_s) * 1000;
+    let proxy = Proxy::new(clients.clone(), wake_ms, config.cluster_token.clone(), tasks.clone(), stop.clone());
     tasks.spawn(proxy.clone().sweep_until_stopped());
     let port = Arc::new(Port::new(App { config, clients, proxy, tasks: tasks.clone() }));
 
@@ -109,7 +110,7 @@ type Connection<S> = http1::UpgradeableConnection<TokioIo<TcpStream>, S>;
 
 /// What a request is answered by.
 enum Work {
-    Guest(Target, Request<Incoming>),
+    Guest(Target, Box<Request<Incoming>>),
     Rest(JoinHandle<Response<ResponseBody>>),
     Refused(ApiError),
 }
@@ -159,7 +160,7 @@ impl Port {
         let received = Received(Instant::now());
         let authority = request.uri().authority().map(|authority| authority.as_str());
         let work = match target(request.headers(), authority) {
-            Ok(Some(target)) => Work::Guest(target, request),
+            Ok(Some(target)) => Work::Guest(target, Box::new(request)),
             Ok(None) => Work::Rest(self.app.tasks.spawn(self.clone().rest(request, received))),
             Err(error) => {
                 let (head, body) = request.into_parts();
@@ -169,7 +170,7 @@ impl Port {
         };
         async move {
             Ok(match work {
-                Work::Guest(target, request) => self.app.proxy.forward(&target, request).await,
+                Work::Guest(target, request) => self.app.proxy.forward(&target, *request).await,
                 Work::Rest(task) => task.await.unwrap_or_else(|error| {
                     tracing::error!(%error, "an operation broke off");
                     let text = "the server broke off; look before you repeat it";

@@ -38,6 +38,10 @@ pub(crate) struct Create {
     pub(crate) secure: bool,
     pub(crate) metadata: HashMap<String, String>,
     pub(crate) env: HashMap<String, String>,
+    /// Paused, not killed, when its time is over.
+    pub(crate) auto_pause: bool,
+    /// Woken by a request when paused.
+    pub(crate) auto_resume: bool,
     /// The first field that a create from a snapshot may not have.
     forbidden_from_snapshot: Option<String>,
     /// The first thing asked for that this server does not have.
@@ -74,6 +78,7 @@ impl Create {
             Some(seconds) => timeout_ms(seconds)?,
         };
         let metadata = metadata(body)?;
+        let (auto_pause, auto_resume) = lifecycle(body)?;
         let env = body.string_map("envVars")?;
         if let Some(name) = env.keys().find(|name| name.is_empty() || name.contains(['=', '\0'])) {
             return Err(ApiError::invalid(format!("`envVars` has a variable that cannot be named `{name}`")));
@@ -97,6 +102,8 @@ impl Create {
             unsupported: unsupported(body)?,
             metadata,
             env,
+            auto_pause,
+            auto_resume,
         })
     }
 
@@ -117,7 +124,8 @@ impl Create {
     }
 }
 
-fn unsupported(body: &Fields) -> Result<Option<&'static str>, ApiError> {
+/// Whether a sandbox is paused at its timeout, and whether a request wakes it.
+fn lifecycle(body: &Fields) -> Result<(bool, bool), ApiError> {
     let lifecycle = body.object("lifecycle")?.unwrap_or_default();
     let on_timeout = lifecycle.string("onTimeout")?.unwrap_or("kill");
     if !["kill", "pause"].contains(&on_timeout) {
@@ -128,13 +136,16 @@ fn unsupported(body: &Fields) -> Result<Option<&'static str>, ApiError> {
         // Older clients send the bare flag.
         Err(_) => body.boolean("autoResume")?,
     };
-    body.boolean("autoPauseMemory")?;
     let pausing = body.boolean("autoPause")?.unwrap_or(false) || on_timeout == "pause";
     let resuming = auto_resume.unwrap_or(false) || lifecycle.boolean("autoResume")?.unwrap_or(false);
+    Ok((pausing, resuming))
+}
+
+fn unsupported(body: &Fields) -> Result<Option<&'static str>, ApiError> {
+    let without_memory = body.boolean("autoPauseMemory")? == Some(false);
     let offline = body.boolean("allow_internet_access")? == Some(false);
     let checks = [
-        (pausing, "`autoPause` and `lifecycle.onTimeout=pause` (a sandbox is killed at its timeout)"),
-        (resuming, "`autoResume`"),
+        (without_memory, "`autoPauseMemory=false` (booting a paused sandbox from its disk)"),
         (offline, "`allow_internet_access=false`"),
         (body.is_given("network"), "`network`"),
         (body.is_given("volumeMounts"), "`volumeMounts`"),
@@ -168,6 +179,43 @@ fn timeout_ms(seconds: i64) -> Result<i64, ApiError> {
 pub(crate) fn set_timeout(body: &Fields) -> Result<i64, ApiError> {
     let seconds = body.integer("timeout")?.ok_or_else(|| ApiError::invalid("`timeout` (seconds) is missing"))?;
     timeout_ms(seconds)
+}
+
+/// Body of a pause.
+pub(crate) fn pause(body: &Fields) -> Result<(), ApiError> {
+    match body.boolean("memory")? {
+        Some(false) => Err(ApiError::unimplemented("`memory=false` (booting a paused sandbox from its disk)")),
+        _ => Ok(()),
+    }
+}
+
+/// Body of a fork.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Fork {
+    /// How many.
+    pub(crate) count: u32,
+    /// Life of each from now, milliseconds; -1 for ever.
+    pub(crate) timeout_ms: i64,
+}
+
+/// Most sandboxes of one fork.
+const MAX_FORKS: u32 = 100;
+
+/// Body of `POST /sandboxes/{id}/fork`.
+pub(crate) fn fork(body: &Fields, default_timeout_s: u32) -> Result<Fork, ApiError> {
+    let count = match body.integer("count")? {
+        None => 1,
+        Some(count) => u32::try_from(count)
+            .ok()
+            .filter(|count| (1..=MAX_FORKS).contains(count))
+            .ok_or_else(|| ApiError::invalid(format!("`count` must be a number from 1 to {MAX_FORKS}")))?,
+    };
+    let timeout_ms = match body.integer("timeout")? {
+        None => i64::from(default_timeout_s) * 1000,
+        Some(0) => return Err(ApiError::invalid("`timeout` must be at least 1 second, or -1 for never")),
+        Some(seconds) => timeout_ms(seconds)?,
+    };
+    Ok(Fork { count, timeout_ms })
 }
 
 /// Body of a connect: life from now in milliseconds that is left at the least; `None` when the body says nothing.

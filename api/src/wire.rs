@@ -10,6 +10,7 @@ use serde::Serialize;
 use snapyard_proto::v1;
 use snapyard_proto::v1::SandboxState;
 
+use crate::errors::ApiError;
 use crate::routes::metrics::AgentMetrics;
 
 /// Version given for an agent that has not told its own: the lowest that clients accept.
@@ -46,6 +47,30 @@ impl CreatedSandbox {
             alias: sandbox.alias,
             envd_access_token: sandbox.access_token,
             domain: domain.to_owned(),
+        }
+    }
+}
+
+/// One entry of the answer to a fork.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Forked {
+    /// It runs.
+    Sandbox(CreatedSandbox),
+    /// It could not be started.
+    Error {
+        /// As an answer's status.
+        code: u16,
+        /// What went wrong.
+        message: String,
+    },
+}
+
+impl Forked {
+    pub(crate) fn new(fork: Result<v1::Sandbox, ApiError>, domain: &str) -> Self {
+        match fork {
+            Ok(sandbox) => Self::Sandbox(CreatedSandbox::new(sandbox, domain)),
+            Err(error) => Self::Error { code: error.status().as_u16(), message: error.message().to_owned() },
         }
     }
 }

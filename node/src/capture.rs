@@ -58,6 +58,32 @@ pub async fn capture_guest(vm: &Vm, agent: &Agent, sandbox: &str) -> Result<(Cap
     Ok((capture, pause))
 }
 
+/// Captures the guest, which stays as it was at that instant: stopped, its user processes frozen. [`run_on`] undoes that.
+pub async fn capture_and_stop(vm: &Vm, agent: &Agent, sandbox: &str) -> Result<Capture, NodeError> {
+    agent.freeze().await?;
+    match vm.capture_and_stay_stopped().await {
+        Ok(capture) => Ok(capture),
+        Err(cause) => {
+            thaw(agent, sandbox).await;
+            Err(NodeError::Vm { sandbox: sandbox.to_owned(), cause })
+        }
+    }
+}
+
+/// Lets a guest go on that [`capture_and_stop`] left stopped.
+pub async fn run_on(vm: &Vm, agent: &Agent, sandbox: &str) {
+    match vm.resume().await {
+        Ok(()) => thaw(agent, sandbox).await,
+        Err(error) => tracing::error!(sandbox, %error, "its guest stays stopped"),
+    }
+}
+
+async fn thaw(agent: &Agent, sandbox: &str) {
+    if let Err(error) = agent.thaw().await {
+        tracing::error!(sandbox, %error, "its processes stay frozen");
+    }
+}
+
 /// What a snapshot is stored as, beyond its bytes.
 pub struct Identity {
     /// The new snapshot.
@@ -130,14 +156,18 @@ async fn store_capture(node: &State, identity: &Identity, kept: &Kept) -> Result
         Some(parent) => Some(parent.reader.current().await?),
         None => None,
     };
+    // What restores of the parent touched first, restores of the child will.
+    let working_set = match parent.filter(|parent| !parent.working_set.memory.is_empty()) {
+        Some(parent) => parent.working_set.memory.clone(),
+        None => inherited.as_ref().map(|parent| parent.working_set.clone()).unwrap_or_default(),
+    };
     let ingest = node.store.begin(identity.key, inherited.as_ref()).await?;
 
     let memory = Arc::clone(&kept.memory);
     let memory_ref = {
         let size_bytes = memory.geometry().size_bytes();
         let writer = writer(&ingest, size_bytes, parent.map(|parent| &parent.manifest.memory), parent);
-        let working_set = inherited.as_ref().map_or(&[][..], |parent| &parent.working_set);
-        put_all(node, &writer, restore_order(memory.dirty_chunks(), working_set), |chunk| {
+        put_all(node, &writer, restore_order(memory.dirty_chunks(), &working_set), |chunk| {
             let memory = Arc::clone(&memory);
             async move { memory.chunk_bytes(chunk).await }
         })
@@ -166,7 +196,7 @@ async fn store_capture(node: &State, identity: &Identity, kept: &Kept) -> Result
         },
         parent: parent.map(|parent| parent.id),
         packs: sealed.packs.clone(),
-        working_set: inherited.map(|parent| parent.working_set).unwrap_or_default(),
+        working_set,
         created_unix_ms: identity.created_unix_ms,
     };
     Ok(Stored { manifest: Arc::new(manifest), memory, sealed })

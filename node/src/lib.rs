@@ -36,6 +36,7 @@ pub mod source;
 pub mod standby;
 pub mod template;
 pub mod upload;
+mod working_set;
 
 pub use config::NodeConfig;
 pub use error::NodeError;

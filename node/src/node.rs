@@ -14,7 +14,7 @@ use snapyard_snapstore::blob::{BlobStore, S3Blobs, S3Config};
 use snapyard_snapstore::catalog::Catalog;
 use snapyard_snapstore::catalog::rocks::RocksKv;
 use snapyard_snapstore::clock::{Clock, SystemClock};
-use snapyard_snapstore::ids::{NodeId, TeamId};
+use snapyard_snapstore::ids::{NodeId, SnapshotId, TeamId};
 use snapyard_snapstore::publish::Writer;
 use snapyard_snapstore::{Store, StoreConfig};
 use snapyard_vmm::{FillPolicy, Hypervisor, Shape, Vm, VmmConfig};
@@ -106,6 +106,13 @@ impl State {
     pub fn prewarm(&self, shape: &snapyard_snapstore::Shape) {
         let &snapyard_snapstore::Shape { vcpus, memory_bytes, disk_bytes } = shape;
         self.hypervisor.prewarm(Shape { vcpus, memory_bytes, disk_bytes }, self.config.pool_target);
+    }
+
+    /// Lets go of an open snapshot that has ceased to exist with the last sandbox that was restored from it.
+    pub async fn forget_if_gone(&self, id: &SnapshotId) {
+        if matches!(self.catalog.snapshot_row(id).await, Ok(None)) {
+            maintenance::forget(self, id);
+        }
     }
 
     /// Ends a sandbox when its time is over. One task a sandbox.

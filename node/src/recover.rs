@@ -1,13 +1,14 @@
 //! What a restart finds of its predecessor, and what it does about it.
 //!
 //! Virtual machines die with the node process that serves their pages, so after a restart none is left: the sandboxes
-//! that the catalog still shows on this node were lost, and their hold on snapshots is released. Packs that were
+//! that the catalog still shows running on this node were lost, and their hold on snapshots is released. Paused ones
+//! stay, and one in the middle of a resume is paused again. Packs that were
 //! sealed for a snapshot that was never committed are dropped; uploads that were in progress are taken up again by
 //! [`crate::upload`]. Files in the run directory belong to dead virtual machines. All of it is safe to repeat.
 
 use std::path::Path;
 
-use snapyard_snapstore::catalog::BuildStatus;
+use snapyard_snapstore::catalog::{BuildStatus, SandboxRow, SandboxState};
 use snapyard_snapstore::ids::TeamId;
 
 use crate::error::NodeError;
@@ -29,6 +30,20 @@ pub fn clean_run_dir(run_dir: &Path) -> std::io::Result<()> {
 /// Releases what the predecessor's sandboxes held and drops what it staged but never committed.
 pub async fn recover(node: &State) -> Result<(), NodeError> {
     for row in node.catalog.sandboxes_of_node(&node.id).await? {
+        match row.state {
+            SandboxState::Paused | SandboxState::Resuming => {
+                // It has no guest here any more, and is asked for where this node is reached now.
+                let here = |row: &mut SandboxRow| {
+                    row.state = SandboxState::Paused;
+                    row.node_url.clone_from(&node.url);
+                    row.gateway.clone_from(&node.gateway);
+                    Ok(())
+                };
+                node.catalog.update_sandbox(&row.team, &row.id, here).await?;
+                continue;
+            }
+            _ => {}
+        }
         tracing::warn!(sandbox = %row.id, "lost: its node restarted");
         node.sandboxes.remember_lost(&row.id, "its node restarted");
         node.catalog.end_sandbox(&row.team, &row.id).await?;

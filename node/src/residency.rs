@@ -8,10 +8,11 @@
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
-use snapyard_snapstore::catalog::Catalog;
+use snapyard_snapstore::catalog::{Catalog, Recording};
 use snapyard_snapstore::ids::{DomainKey, SnapshotId, TeamId};
 use snapyard_snapstore::{Manifest, SnapshotReader, Store};
 use snapyard_vmm::{Backing, FillPolicy, ImageError, MemoryImage, Shape};
@@ -19,6 +20,7 @@ use tokio::sync::OnceCell;
 
 use crate::error::NodeError;
 use crate::source::StoredImage;
+use crate::working_set;
 
 /// One open snapshot.
 pub struct Resident {
@@ -34,6 +36,12 @@ pub struct Resident {
     pub memory: Arc<MemoryImage>,
     /// The disk's base, filled as guests read it.
     pub disk: Arc<MemoryImage>,
+    /// What earlier restores touched first, and those of what it is a child of.
+    pub working_set: Recording,
+    /// Recordings that exist of it, or are being made.
+    pub recordings: AtomicUsize,
+    /// Whether its working set is in its images, or on the way there.
+    pub read_ahead: AtomicBool,
 }
 
 impl Resident {
@@ -142,7 +150,8 @@ impl Residency {
         key: DomainKey,
         id: &SnapshotId,
         manifest: Arc<Manifest>,
-    ) -> Result<Arc<Resident>, NodeError> {
+        recordings: &[Recording],
+    ) -> Result<Resident, NodeError> {
         let reader = self.store.open_snapshot(key, Arc::clone(&manifest)).await?.following(Arc::clone(&self.catalog));
         let device_state = reader
             .blob(&manifest.device_state)
@@ -154,13 +163,31 @@ impl Residency {
         let memory = memory.map_err(image_error)?;
         let disk = MemoryImage::with_policy("snapyard-disk", disk, Backing::File(self.run_dir.clone()), self.fill);
         let disk = disk.map_err(image_error)?;
-        Ok(Arc::new(Resident { id: *id, manifest, reader, device_state, memory, disk }))
+        let working_set = match recordings {
+            [] => Recording { memory: manifest.working_set.clone(), disk: Vec::new() },
+            recordings => working_set::merge(recordings),
+        };
+        Ok(Resident {
+            id: *id,
+            manifest,
+            reader,
+            device_state,
+            memory,
+            disk,
+            working_set,
+            recordings: AtomicUsize::new(recordings.len()),
+            read_ahead: AtomicBool::new(false),
+        })
     }
 
     async fn load(&self, team: &TeamId, id: &SnapshotId) -> Result<Arc<Resident>, NodeError> {
         let key = self.catalog.ensure_team(team).await?.dedup_key;
         let manifest = committed_manifest(&self.catalog, id).await?;
-        self.wrap(key, id, Arc::new(manifest)).await
+        let recordings = self.catalog.recordings(id).await.unwrap_or_else(|error| {
+            tracing::warn!(snapshot = %id, %error, "its working set cannot be read; its guests start without it");
+            Vec::new()
+        });
+        self.wrap(key, id, Arc::new(manifest), &recordings).await.map(Arc::new)
     }
 
     fn slot(&self, id: &SnapshotId) -> Slot {

@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!            ┌──────────────► Snapshotting ─┐
-//! Creating ─►│ Running ◄────────────────────┤        Killing ─► (gone)
-//!            └──────────────► RollingBack ──┘           ▲
+//! Creating ─►│ Running ◄────────────────────┤        Killing ─► (gone, or paused: a row, and no guest)
+//!            ├──────────────► RollingBack ──┤           ▲
+//!            └──────────────► Pausing ──────┴───────────┤
 //!                 └─────────────────────────────────────┘
 //! ```
 //!
@@ -14,11 +15,12 @@
 //! A guardian task owns the deadline and the guest's end: it kills a sandbox whose time is over, and buries one whose
 //! virtual machine died, whatever else is going on.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use snapyard_snapstore::catalog::SandboxRow;
 use snapyard_snapstore::ids::{SandboxId, TeamId};
 use snapyard_vmm::Vm;
 use tokio::sync::watch;
@@ -38,6 +40,8 @@ pub enum Phase {
     Snapshotting,
     /// It is being put back to a snapshot.
     RollingBack,
+    /// Its state is being stored, after which its guest goes.
+    Pausing,
     /// It is being ended.
     Killing,
 }
@@ -49,6 +53,7 @@ impl Phase {
             Self::Running => "running",
             Self::Snapshotting => "being snapshotted",
             Self::RollingBack => "being rolled back",
+            Self::Pausing => "being paused",
             Self::Killing => "being killed",
         }
     }
@@ -98,7 +103,23 @@ pub struct Facts {
     /// Token of its data plane, or empty.
     pub access_token: String,
     /// Environment of its processes.
-    pub env: HashMap<String, String>,
+    pub env: BTreeMap<String, String>,
+    /// Paused, not killed, when its time is over.
+    pub auto_pause: bool,
+}
+
+impl Facts {
+    /// Those of a row.
+    pub fn of(row: &SandboxRow) -> Self {
+        Self {
+            id: row.id.clone(),
+            team: row.team.clone(),
+            template_id: row.template_id.clone(),
+            access_token: row.access_token.clone(),
+            env: row.env.clone(),
+            auto_pause: row.auto_pause,
+        }
+    }
 }
 
 /// One sandbox of this node.
@@ -148,6 +169,22 @@ impl Sandbox {
     pub fn started(&self, endpoints: Endpoints) {
         self.link.send_replace(Link::Open(endpoints));
         *self.phase.lock() = Phase::Running;
+    }
+
+    /// Lets new connections wait; answers how the guest was reached, for [`Sandbox::release`].
+    pub fn hold(&self) -> Link {
+        self.link.send_replace(Link::Held)
+    }
+
+    /// Undoes [`Sandbox::hold`], unless the sandbox has ended meanwhile.
+    pub fn release(&self, held: Link) {
+        self.link.send_if_modified(|link| {
+            let waiting = matches!(link, Link::Held);
+            if waiting {
+                *link = held;
+            }
+            waiting
+        });
     }
 
     /// The guest died by itself: whatever phase it was in, the sandbox is being ended from now on.
@@ -261,7 +298,8 @@ mod tests {
             team: TeamId::new("default").expect("valid"),
             template_id: "base".to_owned(),
             access_token: String::new(),
-            env: HashMap::new(),
+            env: BTreeMap::new(),
+            auto_pause: false,
         };
         Sandbox::new(facts, None)
     }

@@ -35,13 +35,29 @@ impl PageSource for StoredImage {
     }
 
     async fn read(&self, chunk: ChunkNo) -> Result<ChunkData, SourceError> {
-        let start = chunk.0 * u64::from(FILL_BYTES);
-        let len = u64::from(FILL_BYTES).min(self.0.size_bytes().saturating_sub(start)) as usize;
-        match self.0.read_range(start, len).await {
-            Ok(store::ChunkData::Zero) => Ok(ChunkData::Zero),
-            Ok(store::ChunkData::Bytes(bytes)) => Ok(ChunkData::Bytes(bytes)),
-            Err(error) => Err(SourceError::new(error)),
-        }
+        let (start, len) = self.range(chunk);
+        self.0.read_range(start, len).await.map(from_store).map_err(SourceError::new)
+    }
+
+    async fn read_many(&self, chunks: &[ChunkNo]) -> Result<Vec<ChunkData>, SourceError> {
+        let ranges: Vec<(u64, usize)> = chunks.iter().map(|chunk| self.range(*chunk)).collect();
+        let read = self.0.read_ranges(&ranges).await.map_err(SourceError::new)?;
+        Ok(read.into_iter().map(from_store).collect())
+    }
+}
+
+impl StoredImage {
+    /// Where a unit begins in the image, and its bytes.
+    fn range(&self, unit: ChunkNo) -> (u64, usize) {
+        let start = unit.0 * u64::from(FILL_BYTES);
+        (start, u64::from(FILL_BYTES).min(self.0.size_bytes().saturating_sub(start)) as usize)
+    }
+}
+
+fn from_store(data: store::ChunkData) -> ChunkData {
+    match data {
+        store::ChunkData::Zero => ChunkData::Zero,
+        store::ChunkData::Bytes(bytes) => ChunkData::Bytes(bytes),
     }
 }
 

@@ -188,19 +188,21 @@ impl ImageReader {
 
     /// A range of the image that begins and ends at chunks (or ends where the image does); `Zero` when all of it is zero.
     pub async fn read_range(&self, start: u64, len: usize) -> Result<ChunkData, ReadError> {
+        let mut read = self.read_ranges(&[(start, len)]).await?;
+        Ok(read.pop().expect("one was asked for"))
+    }
+
+    /// Such ranges from anywhere in the image, in the order asked. What lies together in the store is fetched together.
+    pub async fn read_ranges(&self, ranges: &[(u64, usize)]) -> Result<Vec<ChunkData>, ReadError> {
         let size = u64::from(self.chunk_size()).max(1);
-        let count = (len as u64).div_ceil(size);
-        let run = self.read_run(ChunkNo(start / size), usize::try_from(count).expect("a range fits in memory")).await?;
-        if run.iter().all(|chunk| *chunk == ChunkData::Zero) {
-            return Ok(ChunkData::Zero);
-        }
-        let mut out = BytesMut::zeroed(len);
-        for (place, chunk) in out.chunks_mut(self.chunk_size() as usize).zip(run) {
-            if let ChunkData::Bytes(bytes) = chunk {
-                place.copy_from_slice(&bytes[..place.len()]);
-            }
-        }
-        Ok(ChunkData::Bytes(out.freeze()))
+        let chunks_of = |(start, len): (u64, usize)| (start / size..).take((len as u64).div_ceil(size) as usize);
+        let mut chunks =
+            self.read_many(ranges.iter().flat_map(|range| chunks_of(*range)).map(ChunkNo)).await?.into_iter();
+        let joined = ranges.iter().map(|range| {
+            let run: Vec<ChunkData> = chunks.by_ref().take(chunks_of(*range).count()).collect();
+            join(run, size as usize, range.1)
+        });
+        Ok(joined.collect())
     }
 
     /// The id of one chunk, from the index; the chunk itself is not fetched.
@@ -275,4 +277,18 @@ impl ImageReader {
         let node = self.0.fetcher.fetch(&self.0.scope, id).await?;
         Ok(index::decode_node(level, ids, &node)?.into())
     }
+}
+
+/// Neighbouring chunks of `size` bytes as `len` bytes; `Zero` when all of them are zero.
+fn join(run: Vec<ChunkData>, size: usize, len: usize) -> ChunkData {
+    if run.iter().all(|chunk| *chunk == ChunkData::Zero) {
+        return ChunkData::Zero;
+    }
+    let mut out = BytesMut::zeroed(len);
+    for (place, chunk) in out.chunks_mut(size).zip(run) {
+        if let ChunkData::Bytes(bytes) = chunk {
+            place.copy_from_slice(&bytes[..place.len()]);
+        }
+    }
+    ChunkData::Bytes(out.freeze())
 }

@@ -71,6 +71,8 @@ pub enum Command {
     /// The node's storage
     #[command(subcommand)]
     Store(StoreCommand),
+    /// Put load on a server over REST and print what each request took
+    Bench(BenchArgs),
 }
 
 /// `snapyard up`
@@ -161,9 +163,15 @@ pub enum SandboxCommand {
     Ls(SandboxLsArgs),
     /// Run a command in a sandbox
     Exec(ExecArgs),
-    /// End sandboxes; their snapshots stay
+    /// Keep sandboxes without a VM, until they are resumed
+    Pause(SandboxIds),
+    /// Give paused sandboxes a VM again
+    Resume(ResumeArgs),
+    /// Start more sandboxes from the state that one is in now; prints their ids
+    Fork(ForkArgs),
+    /// End sandboxes, running or paused; their snapshots stay
     #[command(visible_alias = "rm")]
-    Kill(KillArgs),
+    Kill(SandboxIds),
 }
 
 /// `snapyard sandbox create`
@@ -222,12 +230,36 @@ pub struct ExecArgs {
     pub command: Vec<String>,
 }
 
-/// `snapyard sandbox kill`
+/// `snapyard sandbox kill|pause`
 #[derive(Debug, Args)]
-pub struct KillArgs {
+pub struct SandboxIds {
     /// Sandbox ids
     #[arg(required = true, value_name = "SANDBOX")]
     pub sandboxes: Vec<String>,
+}
+
+/// `snapyard sandbox resume`
+#[derive(Debug, Args)]
+pub struct ResumeArgs {
+    /// How long they live from now: e.g. 90s, 2h; `never` [default: the server's]
+    #[arg(long, value_name = "DURATION", value_parser = parse_timeout)]
+    pub timeout: Option<Timeout>,
+    /// Sandbox ids
+    #[arg(required = true, value_name = "SANDBOX")]
+    pub sandboxes: Vec<String>,
+}
+
+/// `snapyard sandbox fork`
+#[derive(Debug, Args)]
+pub struct ForkArgs {
+    /// Sandbox id
+    pub sandbox: String,
+    /// How many, up to 100
+    #[arg(long, short = 'n', default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub count: u32,
+    /// How long each lives: e.g. 90s, 2h; `never` [default: the server's]
+    #[arg(long, value_name = "DURATION", value_parser = parse_timeout)]
+    pub timeout: Option<Timeout>,
 }
 
 /// `snapyard snapshot …`
@@ -311,6 +343,57 @@ pub struct TemplateBuildArgs {
     /// Build even if a template with the recipe's alias is ready
     #[arg(long)]
     pub rebuild: bool,
+}
+
+/// `snapyard bench`
+#[derive(Debug, Args)]
+pub struct BenchArgs {
+    /// What is done again and again
+    #[arg(value_enum)]
+    pub operation: BenchOperation,
+    /// At the same time
+    #[arg(long, short, default_value_t = 1, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub concurrency: u32,
+    /// How often, in all, after the warm-up
+    #[arg(long, short = 'n', default_value_t = 20, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub count: u32,
+    /// Memory of the guest that gets new content before each; not for `create`
+    #[arg(long, default_value_t = 0, value_name = "D")]
+    pub dirty_mib: u32,
+    /// How often before that, not counted [default: C]
+    #[arg(long, value_name = "W", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub warm_up: Option<u32>,
+    /// Template or snapshot that sandboxes are made from
+    #[arg(long, default_value = "base", value_name = "TEMPLATE|SNAPSHOT")]
+    pub from: String,
+}
+
+/// What `snapyard bench` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum BenchOperation {
+    /// Create a sandbox
+    Create,
+    /// Take a snapshot of a running sandbox
+    Snapshot,
+    /// Take a snapshot of a running sandbox and create another from it
+    Clone,
+    /// Set a sandbox back to a snapshot
+    Rollback,
+    /// Pause a sandbox, and resume it
+    Pause,
+}
+
+impl BenchOperation {
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Create => "create",
+            Self::Snapshot => "snapshot",
+            Self::Clone => "clone",
+            Self::Rollback => "rollback",
+            Self::Pause => "pause",
+        }
+    }
 }
 
 /// `snapyard store …`

@@ -7,10 +7,11 @@
 //! | [`cli`] | what may be said on the command line |
 //! | [`context`], [`cluster`] | where the server is |
 //! | [`rest`], [`grpc`], [`connect`] | talking to it: REST, the tiers behind, the agent in a guest |
-//! | [`sandbox`], [`exec`], [`snapshot`], [`template`], [`store`] | the commands |
+//! | [`sandbox`], [`exec`], [`snapshot`], [`template`], [`store`], [`bench`] | the commands |
 //! | [`output`], [`progress`], [`failure`] | what is printed, and the exit codes |
 //! | [`up`] | the whole service in one process |
 
+mod bench;
 mod cli;
 mod cluster;
 mod connect;
@@ -72,6 +73,9 @@ async fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Sandbox(SandboxCommand::Create(args)) => sandbox::create(&context, args).await?,
         Command::Sandbox(SandboxCommand::Ls(args)) => sandbox::ls(&context, args).await?,
         Command::Sandbox(SandboxCommand::Exec(args)) => return exec::run(&context.api()?, args).await,
+        Command::Sandbox(SandboxCommand::Pause(args)) => sandbox::pause(&context, args).await?,
+        Command::Sandbox(SandboxCommand::Resume(args)) => sandbox::resume(&context, args).await?,
+        Command::Sandbox(SandboxCommand::Fork(args)) => sandbox::fork(&context, args).await?,
         Command::Sandbox(SandboxCommand::Kill(args)) => sandbox::kill(&context, args).await?,
         Command::Snapshot(SnapshotCommand::Create(args)) => snapshot::create(&context, args).await?,
         Command::Snapshot(SnapshotCommand::Ls(args)) => snapshot::ls(&context, args).await?,
@@ -82,6 +86,7 @@ async fn run(cli: Cli) -> Result<u8, Failure> {
         Command::Template(TemplateCommand::Ls) => template::ls(&context).await?,
         Command::Store(StoreCommand::Stats(args)) => store::stats(&context, args.snapshots).await?,
         Command::Store(StoreCommand::Gc(args)) => store::gc(&context, args.dry_run).await?,
+        Command::Bench(args) => bench::run(&context, args).await?,
         Command::Store(StoreCommand::Fsck(args)) => store::fsck(&context, args.repair).await?,
     }
     Ok(0)

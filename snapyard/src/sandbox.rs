@@ -1,4 +1,4 @@
-//! `snapyard sandbox create|ls|kill` (for `exec` see [`crate::exec`]) and `snapyard rollback`.
+//! `snapyard sandbox create|ls|pause|resume|fork|kill` (for `exec` see [`crate::exec`]) and `snapyard rollback`.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,7 @@ use http::{HeaderMap, Method};
 use serde_json::{Value, json};
 use snapyard_proto::v1::ListSandboxesRequest;
 
-use crate::cli::{CreateArgs, KillArgs, RollbackArgs, SandboxLsArgs};
+use crate::cli::{CreateArgs, ForkArgs, ResumeArgs, RollbackArgs, SandboxIds, SandboxLsArgs, Timeout};
 use crate::context::Context;
 use crate::failure::{Failure, Kind};
 use crate::grpc::TEAM;
@@ -33,10 +33,7 @@ pub async fn create(context: &Context, args: CreateArgs) -> Result<(), Failure> 
 }
 
 fn create_request(args: &CreateArgs) -> Value {
-    let mut request = json!({"templateID": args.source, "secure": args.secure});
-    if let Some(timeout) = args.timeout {
-        request["timeout"] = json!(timeout.wire());
-    }
+    let mut request = with_timeout(json!({"templateID": args.source, "secure": args.secure}), args.timeout);
     if !args.metadata.is_empty() {
         request["metadata"] = json!(args.metadata.iter().cloned().collect::<BTreeMap<_, _>>());
     }
@@ -81,13 +78,65 @@ pub async fn ls(context: &Context, args: SandboxLsArgs) -> Result<(), Failure> {
 }
 
 /// `sandbox kill`: every one is tried; the first failure decides the exit code.
-pub async fn kill(context: &Context, args: KillArgs) -> Result<(), Failure> {
+pub async fn kill(context: &Context, args: SandboxIds) -> Result<(), Failure> {
     let api = context.api()?;
     context
         .each(&args.sandboxes, "killed", async |id| {
             api.call(Method::DELETE, &format!("/sandboxes/{}", segment(id)), None).await.map(drop)
         })
         .await
+}
+
+/// `sandbox pause`.
+pub async fn pause(context: &Context, args: SandboxIds) -> Result<(), Failure> {
+    let api = context.api()?;
+    context
+        .each(&args.sandboxes, "paused", async |id| {
+            api.call(Method::POST, &format!("/sandboxes/{}/pause", segment(id)), None).await.map(drop)
+        })
+        .await
+}
+
+/// `sandbox resume`.
+pub async fn resume(context: &Context, args: ResumeArgs) -> Result<(), Failure> {
+    let api = context.api()?;
+    let body = with_timeout(json!({}), args.timeout);
+    context
+        .each(&args.sandboxes, "resumed", async |id| {
+            api.call(Method::POST, &format!("/sandboxes/{}/resume", segment(id)), Some(&body)).await.map(drop)
+        })
+        .await
+}
+
+/// `sandbox fork`: the ids on standard output; each that could not be started is an error, the first of them the command's.
+pub async fn fork(context: &Context, args: ForkArgs) -> Result<(), Failure> {
+    let path = format!("/sandboxes/{}/fork", segment(&args.sandbox));
+    let body = with_timeout(json!({"count": args.count}), args.timeout);
+    let answer = context.api()?.call(Method::POST, &path, Some(&body)).await?;
+    if context.json {
+        output::print_json(&answer.body)?;
+    }
+    let mut failed = None;
+    for entry in answer.body.as_array().into_iter().flatten() {
+        match entry.get("sandbox") {
+            Some(_) if context.json => {}
+            Some(sandbox) => output::print_line(text(sandbox, "sandboxID")?)?,
+            None => {
+                let message = entry["error"]["message"].as_str().unwrap_or("it could not be started");
+                if let Some(failure) = failed.replace(Failure::new(Kind::Refused, message.to_owned())) {
+                    eprintln!("error: {failure}");
+                }
+            }
+        }
+    }
+    failed.map_or(Ok(()), Err)
+}
+
+fn with_timeout(mut request: Value, timeout: Option<Timeout>) -> Value {
+    if let Some(timeout) = timeout {
+        request["timeout"] = json!(timeout.wire());
+    }
+    request
 }
 
 /// `rollback`.
@@ -110,7 +159,7 @@ pub fn text<'a>(body: &'a Value, field: &str) -> Result<&'a str, Failure> {
 }
 
 /// Phases and their durations in milliseconds (`Server-Timing: place;dur=0.4, running;dur=12`).
-fn server_timing(headers: &HeaderMap) -> BTreeMap<String, f64> {
+pub fn server_timing(headers: &HeaderMap) -> BTreeMap<String, f64> {
     let value = headers.get("server-timing").and_then(|value| value.to_str().ok()).unwrap_or_default();
     let phase = |entry: &str| {
         let (name, duration) = entry.split_once(";dur=")?;

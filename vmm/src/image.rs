@@ -38,6 +38,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use parking_lot::{Mutex, RwLock};
 use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::capture::DirtyPages;
@@ -408,21 +409,46 @@ impl MemoryImage {
         if chunk.0 >= self.geometry.chunks() {
             return Err(FillError::OutOfRange { image: self.name.clone(), chunk });
         }
+        Ok(match self.board(chunk) {
+            Boarding::Ready => None,
+            Boarding::Joined(outcome) => Some(outcome),
+            Boarding::First(flight) => {
+                let outcome = flight.outcome.subscribe();
+                tokio::spawn(flight.run());
+                Some(outcome)
+            }
+        })
+    }
+
+    /// Joins the fill of an existing chunk, or enters a new one into the table, which the caller must see to.
+    fn board(&self, chunk: ChunkNo) -> Boarding {
         let image = self.this.upgrade().expect("an image is only reached through its Arc");
         let mut flights = self.flights.lock();
         if let Some(flight) = flights.get(&chunk) {
-            return Ok(Some(flight.clone()));
+            return Boarding::Joined(flight.clone());
         }
         // A fill sets the state, then leaves the table: with no flight in the table the state is the last word.
         if self.is_ready(chunk) {
-            return Ok(None);
+            return Boarding::Ready;
         }
         let (outcome, receiver) = watch::channel(None);
-        flights.insert(chunk, receiver.clone());
-        drop(flights);
-        let flight = Flight { image, chunk, outcome };
-        tokio::spawn(flight.run());
-        Ok(Some(receiver))
+        flights.insert(chunk, receiver);
+        Boarding::First(Flight { image, chunk, outcome })
+    }
+
+    /// Fills those of these chunks that are not ready, with one read of the source; ends when all are, or cannot be had.
+    /// Those that others are filling are left to them. Whoever needs one of them meanwhile waits for the same read.
+    pub async fn prefetch(&self, chunks: Vec<ChunkNo>) {
+        let first = |chunk: ChunkNo| match self.board(chunk) {
+            Boarding::First(flight) => Some(flight),
+            _ => None,
+        };
+        let within = chunks.into_iter().filter(|chunk| chunk.0 < self.geometry.chunks() && !self.is_ready(*chunk));
+        let flights: Vec<Flight> = within.filter_map(first).collect();
+        if !flights.is_empty() {
+            // A task of its own, like every fill: a caller that goes away stops nothing.
+            let _ = tokio::spawn(Flight::run_together(flights)).await;
+        }
     }
 
     /// The bytes of a chunk, filled first if need be.
@@ -553,9 +579,44 @@ struct Flight {
     outcome: watch::Sender<Option<FillResult>>,
 }
 
+/// How one comes to a chunk that may not be ready.
+enum Boarding {
+    Ready,
+    /// Somebody fills it.
+    Joined(watch::Receiver<Option<FillResult>>),
+    /// Nobody did.
+    First(Flight),
+}
+
 impl Flight {
     async fn run(self) {
         let result = self.image.fill(self.chunk).await;
+        self.land(result);
+    }
+
+    /// Several of one image, by one read. If that fails, each on its own: a demand may be waiting for it.
+    async fn run_together(flights: Vec<Self>) {
+        let Some(image) = flights.first().map(|flight| Arc::clone(&flight.image)) else { return };
+        let chunks: Vec<ChunkNo> = flights.iter().map(|flight| flight.chunk).collect();
+        let source = Arc::clone(&*image.source.read());
+        let read = timeout(image.policy.deadline, source.read_many(&chunks)).await;
+        let Ok(Ok(read)) = read else {
+            flights.into_iter().map(Self::run).collect::<JoinSet<()>>().join_all().await;
+            return;
+        };
+        let mut read = read.into_iter();
+        for flight in flights {
+            match read.next().map(|data| image.checked(flight.chunk, data)) {
+                Some(Ok(data)) => {
+                    let result = image.store(flight.chunk, data).await;
+                    flight.land(result);
+                }
+                _ => flight.run().await,
+            }
+        }
+    }
+
+    fn land(self, result: FillResult) {
         if let Err(error) = &result {
             tracing::warn!(image = %self.image.name, chunk = %self.chunk, %error, "fill failed");
         }

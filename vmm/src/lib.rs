@@ -49,4 +49,4 @@ pub use qemu::accel::AcceleratorChoice;
 pub use region::Region;
 pub use shape::{GuestPort, Shape};
 pub use source::{ChunkData, ChunkNo, Geometry, GeometryError, PAGE_SIZE, PageSource, SourceError, ZeroSource};
-pub use vm::{Capture, MemoryStats, Vm, VmError, VmFailure, process_private_bytes};
+pub use vm::{Capture, MemoryStats, Touches, Vm, VmError, VmFailure, process_private_bytes};

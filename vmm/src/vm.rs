@@ -17,7 +17,7 @@
 
 use std::fs;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -287,14 +287,26 @@ impl Vm {
         MemoryStats { private_bytes, guest_private_bytes, faults }
     }
 
-    /// The chunks of the memory image that the guest touched, in order of the first touch; empty for a booted guest.
-    pub fn touched_memory(&self) -> Vec<ChunkNo> {
-        self.inner.services.lock().served.as_ref().map(ServedGuest::touched).unwrap_or_default()
+    /// What the guest touches of its images.
+    pub fn touches(&self) -> Touches {
+        Touches(Arc::downgrade(&self.inner))
+    }
+}
+
+/// What a guest touches of its images, for as long as it is there. Keeps nothing of it.
+#[derive(Debug, Clone)]
+pub struct Touches(Weak<Inner>);
+
+impl Touches {
+    /// The chunks of the memory image that it touched, in order of the first touch; empty for a booted guest.
+    pub fn memory(&self) -> Vec<ChunkNo> {
+        let Some(inner) = self.0.upgrade() else { return Vec::new() };
+        inner.services.lock().served.as_ref().map(ServedGuest::touched).unwrap_or_default()
     }
 
-    /// The chunks of the disk's base that the guest read, in order of the first read.
-    pub fn touched_disk(&self) -> Vec<ChunkNo> {
-        self.inner.overlay.touched()
+    /// The chunks of the disk's base that it read, in order of the first read.
+    pub fn disk(&self) -> Vec<ChunkNo> {
+        self.0.upgrade().map(|inner| inner.overlay.touched()).unwrap_or_default()
     }
 }
 

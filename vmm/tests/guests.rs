@@ -57,7 +57,7 @@ async fn a_snapshot_is_restored_twice_and_everyone_goes_on_alone() {
     println!("{stats:?}");
     assert!(stats.faults.faults > 0 && stats.guest_private_bytes > 0, "{stats:?}");
     assert!(stats.guest_private_bytes < stats.private_bytes, "{stats:?}");
-    assert!(!grandchild.touched_memory().is_empty() && !first.touched_disk().is_empty());
+    assert!(!grandchild.touches().memory().is_empty() && !first.touches().disk().is_empty());
     host.hypervisor.shutdown().await;
     assert!(matches!(host.hypervisor.boot(SHAPE, zeros(SHAPE.disk_bytes), "").await, Err(VmError::Closed)));
 }

@@ -1,4 +1,5 @@
-//! Which gateway leads to a sandbox: asked of the catalog, remembered for a second or until it proves wrong.
+//! Which gateway leads to a sandbox: asked of the catalog, remembered for a second or until it proves wrong. A paused
+//! sandbox that is to wake by itself is resumed on the way.
 //!
 //! Only good answers are remembered. One that is stale does no harm: the gateway itself refuses a sandbox that is
 //! not (or no longer) there, and then the catalog is asked again.
@@ -7,11 +8,13 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use http::StatusCode;
 use parking_lot::Mutex;
-use snapyard_proto::v1::SandboxState;
+use snapyard_proto::v1::{Sandbox, SandboxState};
 
 use crate::clients::Clients;
 use crate::errors::ApiError;
+use crate::resume::resume;
 use crate::team::only_team;
 
 const FRESH: Duration = Duration::from_secs(1);
@@ -23,6 +26,8 @@ const MANY: usize = 4096;
 pub(super) struct Lookup {
     clients: Arc<Clients>,
     known: Mutex<HashMap<String, (String, Instant)>>,
+    /// How long a sandbox lives that a request has woken.
+    wake_ms: i64,
 }
 
 /// A gateway's address.
@@ -34,8 +39,8 @@ pub(super) struct Found {
 }
 
 impl Lookup {
-    pub(super) fn new(clients: Arc<Clients>) -> Self {
-        Self { clients, known: Mutex::new(HashMap::new()) }
+    pub(super) fn new(clients: Arc<Clients>, wake_ms: i64) -> Self {
+        Self { clients, known: Mutex::new(HashMap::new()), wake_ms }
     }
 
     /// The gateway of a sandbox that can be reached; 404 for one that cannot.
@@ -46,9 +51,14 @@ impl Lookup {
         {
             return Ok(Found { gateway: gateway.clone(), remembered: true });
         }
-        let sandbox = self.clients.usable_sandbox(&only_team(), sandbox_id).await?;
-        if matches!(sandbox.state(), SandboxState::Paused | SandboxState::Pausing) {
-            return Err(ApiError::unimplemented(&format!("waking the paused sandbox {sandbox_id}")));
+        let mut sandbox = self.clients.usable_sandbox(&only_team(), sandbox_id).await?;
+        match sandbox.state() {
+            SandboxState::Paused if sandbox.lifecycle_auto_resume => sandbox = self.wake(sandbox).await?,
+            SandboxState::Paused => return Err(asleep(sandbox_id)),
+            // The gateway holds the request until the pause has ended, and refuses it then: to be looked up again.
+            SandboxState::Pausing => return Ok(Found { gateway: sandbox.gateway, remembered: true }),
+            // Or until it has been resumed.
+            _ => {}
         }
         let mut known = self.known.lock();
         if known.len() >= MANY {
@@ -58,7 +68,24 @@ impl Lookup {
         Ok(Found { gateway: sandbox.gateway, remembered: false })
     }
 
+    /// Resumes a sandbox, or finds that another request is doing that.
+    async fn wake(&self, sandbox: Sandbox) -> Result<Sandbox, ApiError> {
+        match resume(&self.clients, &only_team(), &sandbox, self.wake_ms).await {
+            Ok(resumed) => resumed.sandbox.ok_or_else(|| asleep(&sandbox.id)),
+            Err(error) if error.status() == StatusCode::CONFLICT => {
+                let sandbox = self.clients.usable_sandbox(&only_team(), &sandbox.id).await?;
+                if sandbox.state() == SandboxState::Paused { Err(error) } else { Ok(sandbox) }
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     pub(super) fn forget(&self, sandbox_id: &str) {
         self.known.lock().remove(sandbox_id);
     }
+}
+
+/// A sandbox that cannot be reached because it is paused: for the data plane as good as not there, with what to do.
+fn asleep(sandbox_id: &str) -> ApiError {
+    ApiError::not_found(format!("sandbox {sandbox_id} was not found running: it is paused; connect to it to resume it"))
 }

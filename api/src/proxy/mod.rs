@@ -61,9 +61,16 @@ struct Inner {
 }
 
 impl Proxy {
-    /// `tasks` will hold everything that goes on after a request; `stop` ends it.
-    pub(crate) fn new(clients: Arc<Clients>, token: ClusterToken, tasks: TaskTracker, stop: CancellationToken) -> Self {
-        let inner = Inner { lookup: Lookup::new(clients), idle: Mutex::new(IdlePool::new()), token, tasks, stop };
+    /// `wake_ms`: how long a paused sandbox lives that a request wakes. `tasks` will hold everything that goes on after a request; `stop` ends it.
+    pub(crate) fn new(
+        clients: Arc<Clients>,
+        wake_ms: i64,
+        token: ClusterToken,
+        tasks: TaskTracker,
+        stop: CancellationToken,
+    ) -> Self {
+        let lookup = Lookup::new(clients, wake_ms);
+        let inner = Inner { lookup, idle: Mutex::new(IdlePool::new()), token, tasks, stop };
         Self(Arc::new(inner))
     }
 

@@ -9,7 +9,7 @@
 //! If this process dies between placing and releasing, the reservation expires in the scheduler.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Extension;
 use axum::extract::State;
@@ -80,13 +80,50 @@ async fn run(
     let sandbox_id = request.sandbox_id.unwrap_or_else(|| new_sandbox_id(random()));
     let access_token = if request.secure { new_access_token(random()) } else { String::new() };
 
+    let create = v1::CreateSandboxRequest {
+        team: team.to_field(),
+        sandbox_id,
+        snapshot_id: resolved.snapshot_id,
+        template_id: resolved.template_id,
+        alias: resolved.alias,
+        reservation_id: String::new(),
+        timeout_ms: request.timeout_ms,
+        metadata: request.metadata,
+        env: request.env,
+        access_token,
+        auto_pause: request.auto_pause,
+        auto_resume: request.auto_resume,
+        idempotency_key,
+        request_digest,
+    };
+    let created = place_and_create(&app, create, resolved.shape, received).await?;
+    let headers = restore_headers(Some(created.place), created.before_node, created.timings.as_ref());
+    let body = axum::Json(CreatedSandbox::new(created.sandbox, &app.config.domain));
+    Ok((StatusCode::CREATED, headers, body).into_response())
+}
+
+/// A sandbox that was created, and what that took.
+pub(super) struct Created {
+    pub(super) sandbox: v1::Sandbox,
+    place: Duration,
+    before_node: Duration,
+    timings: Option<v1::RestoreTimings>,
+}
+
+/// Creates a sandbox where there is room for it. The reservation goes into the request here.
+pub(super) async fn place_and_create(
+    app: &App,
+    create: v1::CreateSandboxRequest,
+    shape: Option<v1::Shape>,
+    received: Received,
+) -> Result<Created, ApiError> {
     let place_started = Instant::now();
     let mut scheduler = app.clients.scheduler();
     let placed = scheduler.place(v1::PlaceRequest {
-        team: team.to_field(),
-        sandbox_id: sandbox_id.clone(),
-        snapshot_id: resolved.snapshot_id.clone(),
-        shape: resolved.shape,
+        team: create.team.clone(),
+        sandbox_id: create.sandbox_id.clone(),
+        snapshot_id: create.snapshot_id.clone(),
+        shape,
         needs: None,
     });
     let placed = placed.await.map_err(|status| ApiError::from(status).or_retry(ShouldRetry::Yes))?.into_inner();
@@ -94,32 +131,16 @@ async fn run(
 
     let before_node = received.0.elapsed();
     let created = match app.clients.node(&placed.url) {
-        Ok(mut node) => node
-            .create_sandbox(v1::CreateSandboxRequest {
-                team: team.to_field(),
-                sandbox_id: sandbox_id.clone(),
-                snapshot_id: resolved.snapshot_id,
-                template_id: resolved.template_id,
-                alias: resolved.alias,
-                reservation_id: placed.reservation_id.clone(),
-                timeout_ms: request.timeout_ms,
-                metadata: request.metadata,
-                env: request.env,
-                access_token,
-                auto_pause: false,
-                auto_resume: false,
-                idempotency_key,
-                request_digest,
-            })
-            .await
-            .map_err(|status| after_the_fact(status.into())),
+        Ok(mut node) => {
+            let create = v1::CreateSandboxRequest { reservation_id: placed.reservation_id.clone(), ..create };
+            node.create_sandbox(create).await.map_err(|status| after_the_fact(status.into()))
+        }
         Err(error) => Err(error),
     };
-    release(&app, placed.reservation_id);
+    release(app, placed.reservation_id);
 
-    let created = created?.into_inner();
-    let sandbox = created
-        .sandbox
+    let v1::CreateSandboxResponse { sandbox, timings } = created?.into_inner();
+    let sandbox = sandbox
         .ok_or_else(|| tonic::Status::internal(format!("node {} answered without a sandbox", placed.node_id)))?;
     tracing::info!(
         sandbox_id = sandbox.id,
@@ -128,9 +149,7 @@ async fn run(
         ms = received.0.elapsed().as_millis() as u64,
         "sandbox created"
     );
-    let headers = restore_headers(Some(place), before_node, created.timings.as_ref());
-    let body = axum::Json(CreatedSandbox::new(sandbox, &app.config.domain));
-    Ok((StatusCode::CREATED, headers, body).into_response())
+    Ok(Created { sandbox, place, before_node, timings })
 }
 
 /// A failure of a call that may have had its effect: unless the node says otherwise, a server error is not to be
@@ -159,7 +178,7 @@ fn release(app: &App, reservation_id: String) {
     });
 }
 
-fn random<const N: usize>() -> [u8; N] {
+pub(super) fn random<const N: usize>() -> [u8; N] {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).expect("the kernel gives random bytes");
     bytes

@@ -1,5 +1,5 @@
 //! `GET /sandboxes/{id}/metrics`: what a guest uses now, asked of its agent. No history is kept, so the list has one
-//! reading, or none when the client asks about another time.
+//! reading, or none when the client asks about another time or the sandbox is paused.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, HeaderValue, Request, StatusCode, header};
 use http_body_util::{BodyExt, Limited};
 use serde::Deserialize;
+use snapyard_proto::v1::SandboxState;
 
 use super::query::Query;
 use super::{App, PathText};
@@ -46,6 +47,10 @@ pub(super) async fn get(
     let start = seconds(&query, "start")?.unwrap_or(i64::MIN);
     let end = seconds(&query, "end")?.unwrap_or(i64::MAX);
     let sandbox = app.clients.usable_sandbox(&team_of(&headers)?, &id).await?;
+    if matches!(sandbox.state(), SandboxState::Paused | SandboxState::Pausing | SandboxState::Resuming) {
+        // Asking would wake it.
+        return Ok(axum::Json(Vec::<Metrics>::new()).into_response());
+    }
     let reading = tokio::time::timeout(PATIENCE, read(&app, &id, &sandbox.access_token)).await;
     let reading = reading.unwrap_or_else(|_| {
         Err(ApiError::new(StatusCode::GATEWAY_TIMEOUT, format!("the agent of sandbox {id} did not answer")))

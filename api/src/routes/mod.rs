@@ -4,6 +4,7 @@
 //! up does not cut an operation in the middle.
 
 mod create;
+mod lifecycle;
 mod listing;
 pub(crate) mod metrics;
 mod query;
@@ -45,6 +46,9 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/sandboxes/{id}", get(sandboxes::get).delete(sandboxes::kill))
         .route("/sandboxes/{id}/connect", post(sandboxes::connect_v1))
         .route("/v2/sandboxes/{id}/connect", post(sandboxes::connect_v2))
+        .route("/sandboxes/{id}/pause", post(lifecycle::pause))
+        .route("/sandboxes/{id}/resume", post(lifecycle::resume))
+        .route("/sandboxes/{id}/fork", post(lifecycle::fork))
         .route("/sandboxes/{id}/timeout", post(sandboxes::timeout))
         .route("/sandboxes/{id}/refreshes", post(sandboxes::refresh))
         .route("/sandboxes/{id}/snapshots", post(snapshots::create))
@@ -71,9 +75,7 @@ async fn health() -> Response {
 /// Routes of the public API that this server does not have yet.
 async fn unimplemented_operation(PathText((_, operation)): PathText<(String, String)>) -> ApiError {
     match operation.as_str() {
-        "pause" | "resume" | "fork" | "network" | "logs" => {
-            ApiError::unimplemented(&format!("the operation `{operation}` of a sandbox"))
-        }
+        "network" | "logs" => ApiError::unimplemented(&format!("the operation `{operation}` of a sandbox")),
         _ => no_route(),
     }
 }

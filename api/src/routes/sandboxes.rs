@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -9,10 +10,12 @@ use http::{HeaderMap, StatusCode};
 use snapyard_proto::v1::{KillSandboxRequest, Sandbox, SandboxState, SetTimeoutRequest};
 
 use super::create::after_the_fact;
+use super::lifecycle::wake;
 use super::{App, PathText};
 use crate::errors::ApiError;
 use crate::fields::Fields;
 use crate::team::{Team, team_of};
+use crate::timing::Received;
 use crate::validate;
 use crate::wire::{CreatedSandbox, SandboxInfo};
 
@@ -45,36 +48,52 @@ pub(super) async fn kill(
 /// A client that names no timeout keeps the one that is set.
 pub(super) async fn connect_v1(
     State(app): State<Arc<App>>,
+    Extension(received): Extension<Received>,
     PathText(id): PathText<String>,
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<Response, ApiError> {
     let timeout_ms = validate::connect(&Fields::parse(&body)?)?;
-    connect(&app, &team_of(&headers)?, &id, timeout_ms).await
+    connect(&app, &team_of(&headers)?, &id, timeout_ms, received).await
 }
 
 /// A client that names no timeout means the server's default.
 pub(super) async fn connect_v2(
     State(app): State<Arc<App>>,
+    Extension(received): Extension<Received>,
     PathText(id): PathText<String>,
     headers: HeaderMap,
     body: Bytes,
 ) -> Result<Response, ApiError> {
     let default_ms = i64::from(app.config.default_timeout_s) * 1000;
     let timeout_ms = validate::connect(&Fields::parse(&body)?)?.unwrap_or(default_ms);
-    connect(&app, &team_of(&headers)?, &id, Some(timeout_ms)).await
+    connect(&app, &team_of(&headers)?, &id, Some(timeout_ms), received).await
 }
 
-/// 200 for a running sandbox. Connecting to a paused one would resume it, which this server does not have.
-async fn connect(app: &App, team: &Team, id: &str, timeout_ms: Option<i64>) -> Result<Response, ApiError> {
+/// 200 for a running sandbox, 201 for a paused one, which is resumed.
+async fn connect(
+    app: &App,
+    team: &Team,
+    id: &str,
+    timeout_ms: Option<i64>,
+    received: Received,
+) -> Result<Response, ApiError> {
     let mut sandbox = app.clients.usable_sandbox(team, id).await?;
-    if matches!(sandbox.state(), SandboxState::Pausing | SandboxState::Paused) {
-        return Err(ApiError::unimplemented(&format!("resuming the paused sandbox {id}")));
+    match sandbox.state() {
+        SandboxState::Paused => return wake(app, team, &sandbox, timeout_ms, received).await,
+        SandboxState::Pausing => return Err(ApiError::busy(id, "being paused")),
+        // Another client's connect is resuming it, for as long as that one said.
+        SandboxState::Resuming => return Ok(connected(app, sandbox)),
+        _ => {}
     }
     if let Some(timeout_ms) = timeout_ms {
         sandbox = set_timeout(app, team, &sandbox, timeout_ms, true).await?;
     }
-    Ok(axum::Json(CreatedSandbox::new(sandbox, &app.config.domain)).into_response())
+    Ok(connected(app, sandbox))
+}
+
+fn connected(app: &App, sandbox: Sandbox) -> Response {
+    axum::Json(CreatedSandbox::new(sandbox, &app.config.domain)).into_response()
 }
 
 pub(super) async fn timeout(
@@ -85,7 +104,7 @@ pub(super) async fn timeout(
 ) -> Result<Response, ApiError> {
     let timeout_ms = validate::set_timeout(&Fields::parse(&body)?)?;
     let team = team_of(&headers)?;
-    let sandbox = app.clients.usable_sandbox(&team, &id).await?;
+    let sandbox = app.clients.running_sandbox(&team, &id).await?;
     set_timeout(&app, &team, &sandbox, timeout_ms, false).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
 }
@@ -98,7 +117,7 @@ pub(super) async fn refresh(
 ) -> Result<Response, ApiError> {
     let timeout_ms = validate::refresh(&Fields::parse(&body)?, app.config.default_timeout_s)?;
     let team = team_of(&headers)?;
-    let sandbox = app.clients.usable_sandbox(&team, &id).await?;
+    let sandbox = app.clients.running_sandbox(&team, &id).await?;
     // A refresh of nothing prolongs nothing; to the node 0 would mean the end.
     if timeout_ms > 0 {
         set_timeout(&app, &team, &sandbox, timeout_ms, true).await?;

@@ -39,7 +39,7 @@ pub(super) async fn create(
     }
     let request_digest = if idempotency_key.is_empty() { Vec::new() } else { blake3::hash(&body).as_bytes().to_vec() };
 
-    let sandbox = app.clients.usable_sandbox(&team, &id).await?;
+    let sandbox = app.clients.running_sandbox(&team, &id).await?;
     let request = SnapshotSandboxRequest {
         team: team.to_field(),
         sandbox_id: id.clone(),
@@ -47,6 +47,7 @@ pub(super) async fn create(
         retention_ms: 0,
         idempotency_key,
         request_digest,
+        hidden: false,
     };
     let answer = app.clients.node(&sandbox.node_url)?.snapshot_sandbox(request).await;
     let snapshot = answer
@@ -78,7 +79,7 @@ pub(super) async fn rollback(
         Some(reference) if is_reference(reference) => reference.to_owned(),
         _ => return Err(ApiError::invalid("`snapshotID` must be a snapshot's id or its full name")),
     };
-    let sandbox = app.clients.usable_sandbox(&team, &id).await?;
+    let sandbox = app.clients.running_sandbox(&team, &id).await?;
     let request =
         RollbackSandboxRequest { team: team.to_field(), sandbox_id: id.clone(), snapshot_id: snapshot_id.clone() };
     let before_node = received.0.elapsed();

@@ -93,11 +93,7 @@ fn a_create_from_a_snapshot_may_not_change_what_was_captured() {
 #[test]
 fn what_the_server_does_not_have_is_refused_instead_of_ignored() {
     for body in [
-        json!({"autoPause": true}),
-        json!({"lifecycle": {"onTimeout": "pause"}}),
-        json!({"lifecycle": {"autoResume": true}}),
-        json!({"autoResume": {"enabled": true}}),
-        json!({"autoResume": true}),
+        json!({"autoPauseMemory": false}),
         json!({"allow_internet_access": false}),
         json!({"network": {"denyOut": ["0.0.0.0/0"]}}),
         json!({"volumeMounts": [{"name": "v", "path": "/v"}]}),
@@ -112,6 +108,33 @@ fn what_the_server_does_not_have_is_refused_instead_of_ignored() {
         "lifecycle": {"onTimeout": "kill", "autoResume": false}, "allow_internet_access": true,
     });
     create(harmless).expect("well-formed").check_supported().expect("nothing asked for");
+}
+
+#[test]
+fn what_becomes_of_it_at_its_timeout() {
+    for (body, expected) in [
+        (json!({}), (false, false)),
+        (json!({"autoPause": true}), (true, false)),
+        (json!({"lifecycle": {"onTimeout": "pause"}}), (true, false)),
+        (json!({"lifecycle": {"onTimeout": "pause", "autoResume": true}}), (true, true)),
+        (json!({"autoPause": true, "autoResume": {"enabled": true}}), (true, true)),
+        (json!({"autoResume": true}), (false, true)),
+        (json!({"autoResume": {"enabled": false}}), (false, false)),
+    ] {
+        let create = create(body.clone()).expect("well-formed");
+        create.check_supported().expect("supported");
+        assert_eq!((create.auto_pause, create.auto_resume), expected, "{body}");
+    }
+}
+
+#[test]
+fn forks() {
+    let fork = |body: Value| fork(&fields(&body), 300);
+    assert_eq!(fork(json!({})), Ok(Fork { count: 1, timeout_ms: 300_000 }));
+    assert_eq!(fork(json!({"count": 100, "timeout": -1})), Ok(Fork { count: 100, timeout_ms: -1 }));
+    for bad in [json!({"count": 0}), json!({"count": 101}), json!({"count": -1}), json!({"count": "2"})] {
+        assert_eq!(fork(bad.clone()).expect_err("refused").status(), 400, "{bad}");
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod bad_input;
 mod hang_up;
+mod lifecycle;
 mod proxy;
 mod proxy_reuse;
 mod proxy_streams;

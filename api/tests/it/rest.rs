@@ -106,7 +106,7 @@ async fn what_a_snapshot_forbids_is_refused_before_a_place_is_taken() {
     assert_eq!(world.backends.calls(), ["resolve"]);
     assert_eq!(world.post("/sandboxes", with_env("base")).await.status, 201, "a template takes it");
 
-    let answer = world.post("/sandboxes", json!({"templateID": "base", "autoPause": true})).await;
+    let answer = world.post("/sandboxes", json!({"templateID": "base", "allow_internet_access": false})).await;
     assert_eq!(answer.status, 501, "{}", answer.error());
 }
 

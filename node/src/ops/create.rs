@@ -4,7 +4,7 @@
 //! node that dies in between leaves at most a row of its own, which its next start ends. Retry: the same
 //! idempotency key with the same body answers the sandbox that the first call made.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -33,7 +33,7 @@ pub struct Create {
     /// The client's labels.
     pub metadata: HashMap<String, String>,
     /// Environment of the guest's processes.
-    pub env: HashMap<String, String>,
+    pub env: BTreeMap<String, String>,
     /// Data-plane token, or empty.
     pub access_token: String,
     /// Pause instead of kill when the time is over.
@@ -72,15 +72,13 @@ pub async fn create(node: &Arc<State>, create: Create) -> Result<(SandboxRow, Ti
         template_id: create.template_id.clone(),
         access_token: create.access_token.clone(),
         env: create.env.clone(),
+        auto_pause: create.auto_pause,
     };
     let sandbox = Sandbox::new(facts, ends);
     node.sandboxes.insert(&sandbox, node.config.max_sandboxes, &node.config.node_id)?;
     match begin(node, &sandbox, create, now, ends, started).await {
         Ok((row, guest, endpoints, timings)) => {
-            node.guard(&sandbox, &guest.vm, endpoints.cut.clone());
-            *sandbox.guest.lock().await = Some(guest);
-            sandbox.started(endpoints);
-            node.watch_deadline(&sandbox);
+            install(node, &sandbox, guest, endpoints).await;
             tracing::info!(sandbox = %row.id, snapshot = %row.snapshot_id, ?timings, "created");
             Ok((row, timings))
         }
@@ -90,6 +88,14 @@ pub async fn create(node: &Arc<State>, create: Create) -> Result<(SandboxRow, Ti
             Err(error)
         }
     }
+}
+
+/// The sandbox runs from now on: its guest is watched, its deadline too, and connections get through.
+pub(super) async fn install(node: &Arc<State>, sandbox: &Arc<Sandbox>, guest: Guest, endpoints: Endpoints) {
+    node.guard(sandbox, &guest.vm, endpoints.cut.clone());
+    *sandbox.guest.lock().await = Some(guest);
+    sandbox.started(endpoints);
+    node.watch_deadline(sandbox);
 }
 
 async fn begin(
@@ -117,6 +123,7 @@ async fn begin(
         node_url: node.url.clone(),
         gateway: node.gateway.clone(),
         access_token: create.access_token,
+        env: create.env,
         agent_version: AGENT_VERSION.to_owned(),
         auto_pause: create.auto_pause,
         auto_resume: create.auto_resume,

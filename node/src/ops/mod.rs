@@ -3,7 +3,9 @@
 
 pub mod create;
 pub mod kill;
+pub mod pause;
 pub mod restore;
+pub mod resume;
 pub mod rollback;
 pub mod snapshot;
 pub mod timeout;

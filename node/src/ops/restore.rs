@@ -16,6 +16,7 @@ use crate::error::NodeError;
 use crate::node::State;
 use crate::residency::Resident;
 use crate::sandbox::{Endpoints, Facts, Guest};
+use crate::working_set;
 
 /// When each phase of a restore was over, from its beginning; and how much of the memory image was there then.
 #[derive(Clone, Copy, Debug, Default)]
@@ -63,15 +64,20 @@ pub async fn restore(
     let vm = start(node, facts.id.as_str(), &resident, &mut phases).await?;
     let vmm_ready = opened + phases.take;
     let attached = vmm_ready + phases.attach;
+    let touches = vm.touches();
+    let recorded = Arc::clone(&resident);
     let timings = Timings { opened, vmm_ready, attached, loaded: attached + phases.load, ..Timings::default() };
-    finish(node, facts, Guest { vm, resident }, started, timings).await
+    let (guest, endpoints, timings) = finish(node, facts, Guest { vm, resident }, started, timings).await?;
+    let recording = working_set::record(Arc::clone(node), recorded, touches, endpoints.cut.clone());
+    node.tasks.spawn(recording);
+    Ok((guest, endpoints, timings))
 }
 
 /// A new guest of `resident`, running, that has no identity yet. `whose` is for messages.
 pub async fn start(
     node: &State,
     whose: &str,
-    resident: &Resident,
+    resident: &Arc<Resident>,
     phases: &mut RestoreTimings,
 ) -> Result<Vm, NodeError> {
     check_host(&resident.manifest.facts, node.hypervisor.facts()).map_err(|(what, snapshot, here)| {
@@ -80,6 +86,7 @@ pub async fn start(
             resident.id
         ))
     })?;
+    node.tasks.spawn(working_set::read_ahead(Arc::clone(resident), node.shutdown.clone()));
     let from = RestoreFrom {
         memory: Arc::clone(&resident.memory),
         disk: Arc::clone(&resident.disk) as Arc<dyn PageSource>,
@@ -180,7 +187,7 @@ fn identity(node: &State, facts: &Facts) -> Result<Identity, NodeError> {
         unix_ns: node.clock.now_unix_ms().saturating_mul(1_000_000),
         entropy: STANDARD.encode(random()?),
         access_token: facts.access_token.clone(),
-        env: facts.env.iter().map(|(name, value)| (name.clone(), value.clone())).collect(),
+        env: facts.env.clone(),
     })
 }
 

@@ -28,16 +28,10 @@ pub async fn rollback(
     let target = node.catalog.get_snapshot(team, reference).await?;
     let guard = sandbox.enter(Phase::RollingBack)?;
     // New connections wait for the switch; those of the old guest go on until then.
-    let old_link = sandbox.link.send_replace(Link::Held);
+    let old_link = sandbox.hold();
     let switched = switch(node, &sandbox, &target, &old_link, started).await;
     if switched.is_err() {
-        sandbox.link.send_if_modified(|link| {
-            let held = matches!(link, Link::Held);
-            if held {
-                *link = old_link;
-            }
-            held
-        });
+        sandbox.release(old_link);
     }
     drop(guard);
     switched.map(|timings| (target, timings))
@@ -85,6 +79,7 @@ async fn switch(
     }
     sandbox.link.send_replace(Link::Open(endpoints));
     old.vm.kill().await;
+    node.forget_if_gone(&old.resident.id).await;
     tracing::info!(sandbox = id, snapshot = %target.id, ?timings, "rolled back");
     Ok(timings)
 }

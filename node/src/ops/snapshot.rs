@@ -6,9 +6,10 @@
 use std::sync::Arc;
 
 use snapyard_snapstore::catalog::names::SnapshotName;
-use snapyard_snapstore::catalog::{Idempotency, Made, SnapshotCommit, SnapshotRow};
+use snapyard_snapstore::catalog::{CatalogError, Idempotency, Made, SnapshotCommit, SnapshotRow};
 use snapyard_snapstore::ids::{SandboxId, SnapshotId, TeamId};
 use snapyard_snapstore::publish::Outcome;
+use snapyard_vmm::Capture;
 
 use crate::agent::Agent;
 use crate::capture::{self, Identity};
@@ -28,6 +29,8 @@ pub struct Snapshot {
     pub name: String,
     /// How long it is kept; `None`: the node's default.
     pub retention_ms: Option<i64>,
+    /// Nobody's to see: the server needs it for a moment.
+    pub hidden: bool,
     /// What makes a retry of the client's request recognisable.
     pub idempotency: Option<Idempotency>,
 }
@@ -72,57 +75,73 @@ async fn take(
         (capture::capture_guest(&guest.vm, &agent, id).await?, Arc::clone(&guest.resident))
     };
     let (captured, pause) = captured;
-    let created_unix_ms = node.clock.now_unix_ms();
-    let identity = Identity {
-        id: SnapshotId::random(),
-        key: node.catalog.ensure_team(&call.team).await?.dedup_key,
-        shape: parent.shape(),
-        parent: Some(parent),
-        created_unix_ms,
-    };
-    let kept = capture::keep_capture(node, &identity, captured)?;
     let retention_ms = call.retention_ms.unwrap_or(node.config.retention.as_millis() as i64);
-    let row = |stored: &capture::Stored| SnapshotRow {
+    let row = |row: SnapshotRow| SnapshotRow {
         name: name.clone(),
         sandbox_id: Some(sandbox.facts.id.clone()),
-        expires_unix_ms: Some(created_unix_ms.saturating_add(retention_ms)),
+        expires_unix_ms: Some(row.created_unix_ms.saturating_add(retention_ms)),
+        internal: call.hidden,
         idempotency: call.idempotency.clone(),
         pause_us: u32::try_from(pause.as_micros()).unwrap_or(u32::MAX),
-        ..capture::row(node, &identity, stored, &call.team)
+        ..row
     };
     let commit = |commit: SnapshotCommit| async move {
         let row = node.catalog.commit_snapshot(&commit).await?.into_inner();
         Ok(if row.id == commit.row.id { Outcome::Ours(row) } else { Outcome::Other(row) })
     };
-    let (stored, row) = match capture::publish(node, &identity, &kept, row, commit).await? {
-        (stored, Outcome::Ours(row)) => (stored, row),
+    match store(node, &call.team, captured, parent, row, commit).await? {
+        Outcome::Ours(row) => {
+            tracing::info!(sandbox = id, snapshot = %row.id, ?pause, new = row.chunks_new, deduplicated = row.chunks_deduplicated, "snapshot taken");
+            Ok(row)
+        }
         // Another copy of the request was faster.
-        (_, Outcome::Other(row)) => return Ok(row),
+        Outcome::Other(row) => Ok(row),
+    }
+}
+
+/// Stores a capture of a guest of `parent`, commits it, keeps its memory for guests of the new snapshot and has it
+/// uploaded. `row` completes its catalog row, `commit` sends it; both may be called more than once.
+pub(super) async fn store<T, C>(
+    node: &Arc<State>,
+    team: &TeamId,
+    captured: Capture,
+    parent: Arc<Resident>,
+    row: impl Fn(SnapshotRow) -> SnapshotRow,
+    commit: impl Fn(SnapshotCommit) -> C,
+) -> Result<Outcome<T>, NodeError>
+where
+    C: Future<Output = Result<Outcome<T>, CatalogError>>,
+{
+    let identity = Identity {
+        id: SnapshotId::random(),
+        key: node.catalog.ensure_team(team).await?.dedup_key,
+        shape: parent.shape(),
+        parent: Some(parent),
+        created_unix_ms: node.clock.now_unix_ms(),
     };
-    publish(node, &identity, stored).await;
-    node.uploads.notify_one();
-    tracing::info!(sandbox = id, snapshot = %row.id, ?pause, new = row.chunks_new, deduplicated = row.chunks_deduplicated, "snapshot taken");
-    Ok(row)
+    let kept = capture::keep_capture(node, &identity, captured)?;
+    let row = |stored: &capture::Stored| row(capture::row(node, &identity, stored, team));
+    let (stored, outcome) = capture::publish(node, &identity, &kept, row, commit).await?;
+    if matches!(outcome, Outcome::Ours(_)) {
+        keep_warm(node, &identity, stored).await;
+        node.uploads.notify_one();
+    }
+    Ok(outcome)
 }
 
 /// Makes the captured memory the image that clones on this node start from. The snapshot is committed already: when
 /// this fails, clones read it from the store like any other.
-async fn publish(node: &State, identity: &Identity, stored: capture::Stored) {
-    match node.residency.wrap(identity.key, &identity.id, Arc::clone(&stored.manifest)).await {
+async fn keep_warm(node: &State, identity: &Identity, stored: capture::Stored) {
+    match node.residency.wrap(identity.key, &identity.id, Arc::clone(&stored.manifest), &[]).await {
         Ok(cold) => {
             // From now on what the image lacks comes from the new snapshot itself, not from its parent.
             let own = crate::source::StoredImage::new(cold.reader.image(&stored.manifest.memory));
             if let Err(error) = stored.memory.set_source(own) {
                 tracing::warn!(snapshot = %identity.id, %error, "the captured image goes on reading its parent");
             }
-            let warm = Resident {
-                id: cold.id,
-                manifest: Arc::clone(&cold.manifest),
-                reader: cold.reader.clone(),
-                device_state: cold.device_state.clone(),
-                memory: stored.memory,
-                disk: Arc::clone(&cold.disk),
-            };
+            let inherited = identity.parent.as_ref().map(|parent| parent.working_set.clone());
+            let working_set = inherited.unwrap_or_else(|| cold.working_set.clone());
+            let warm = Resident { memory: stored.memory, working_set, ..cold };
             node.residency.adopt(Arc::new(warm));
         }
         Err(error) => tracing::warn!(snapshot = %identity.id, %error, "the captured image is not kept in memory"),

@@ -1,5 +1,6 @@
 //! Time-outs: when a sandbox ends by itself.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use snapyard_snapstore::catalog::SandboxRow;
@@ -8,21 +9,38 @@ use snapyard_snapstore::ids::{SandboxId, TeamId};
 use crate::error::NodeError;
 use crate::node::State;
 use crate::ops::kill::kill;
+use crate::ops::pause::pause;
 use crate::sandbox::{Link, Sandbox};
 
 /// The pause before a sandbox whose time is over, but which is busy, is tried again.
 const BUSY_PAUSE: Duration = Duration::from_millis(100);
 
-/// Ends `sandbox` when its time is over; returns when it has ended, by this or otherwise.
-pub async fn watch(node: &State, sandbox: &Sandbox) {
+/// The pause before a pause that failed is tried again: killing it would lose what it is to keep.
+const FAILED_PAUSE: Duration = Duration::from_secs(5);
+
+/// Ends or pauses `sandbox` when its time is over; returns when it has ended, by this or otherwise.
+pub async fn watch(node: &Arc<State>, sandbox: &Sandbox) {
     let mut deadline = sandbox.deadline.subscribe();
     let mut link = sandbox.link.subscribe();
     loop {
         let ends = *deadline.borrow_and_update();
         let left = ends.map(|ends| ends.saturating_sub(node.clock.now_unix_ms()).max(0).unsigned_abs());
         if left == Some(0) {
-            match kill(node, &sandbox.facts.team, &sandbox.facts.id).await {
+            let (team, id) = (&sandbox.facts.team, &sandbox.facts.id);
+            let ended = if sandbox.facts.auto_pause {
+                pause(node, team, id).await.map(drop)
+            } else {
+                kill(node, team, id).await
+            };
+            match ended {
                 Err(NodeError::Busy { .. }) => tokio::time::sleep(BUSY_PAUSE).await,
+                Err(error) if sandbox.facts.auto_pause && !matches!(error, NodeError::NoSandbox(_)) => {
+                    tracing::error!(sandbox = %id, %error, "its time is over, but it cannot be paused; trying again");
+                    tokio::select! {
+                        () = node.shutdown.cancelled() => return,
+                        () = tokio::time::sleep(FAILED_PAUSE) => {}
+                    }
+                }
                 Err(error) if !matches!(error, NodeError::NoSandbox(_)) => {
                     tracing::error!(sandbox = %sandbox.facts.id, %error, "its time is over, but it did not end cleanly");
                     return;

@@ -78,6 +78,15 @@ impl v1::catalog_server::Catalog for CatalogService {
         Ok(Response::new(v1::DeleteResponse {}))
     }
 
+    async fn discard(&self, request: Request<v1::DiscardRequest>) -> Result<Response<v1::DiscardResponse>, Status> {
+        let request = request.into_inner();
+        let team = convert::team(&request.team)?;
+        let id = convert::snapshot_id(&request.snapshot_id)?;
+        self.0.catalog.discard_hidden(&team, &id).await.map_err(NodeError::from)?;
+        self.0.forget_if_gone(&id).await;
+        Ok(Response::new(v1::DiscardResponse {}))
+    }
+
     async fn get_template(&self, request: Request<v1::GetTemplateRequest>) -> Result<Response<v1::Template>, Status> {
         let request = request.into_inner();
         let team = convert::team(&request.team)?;

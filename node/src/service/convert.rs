@@ -27,6 +27,11 @@ pub fn sandbox_id(text: &str) -> Result<SandboxId, Status> {
     SandboxId::new(text).map_err(|_| Status::not_found(format!("sandbox {text:.80} was not found")))
 }
 
+/// A snapshot's id. Text that cannot be one names nothing.
+pub fn snapshot_id(text: &str) -> Result<SnapshotId, Status> {
+    text.parse().map_err(|_| Status::not_found(format!("snapshot {text:.80} was not found")))
+}
+
 fn invalid(error: impl std::fmt::Display) -> Status {
     Status::invalid_argument(error.to_string())
 }
@@ -50,7 +55,7 @@ pub fn create(request: v1::CreateSandboxRequest) -> Result<Create, Status> {
         alias: request.alias,
         timeout_ms: timeout(request.timeout_ms),
         metadata: request.metadata,
-        env: request.env,
+        env: request.env.into_iter().collect(),
         access_token: request.access_token,
         auto_pause: request.auto_pause,
         auto_resume: request.auto_resume,
@@ -65,6 +70,7 @@ pub fn snapshot_call(request: v1::SnapshotSandboxRequest) -> Result<Snapshot, St
         sandbox: sandbox_id(&request.sandbox_id)?,
         name: request.name,
         retention_ms: (request.retention_ms > 0).then_some(request.retention_ms),
+        hidden: request.hidden,
         idempotency: idempotency(request.idempotency_key, request.request_digest),
     })
 }
@@ -151,11 +157,14 @@ pub fn template(row: &TemplateRow) -> v1::Template {
 /// A sandbox, with its true state if it runs here.
 pub fn sandbox(state: &State, row: &SandboxRow) -> v1::Sandbox {
     let here = state.sandboxes.find(row.id.as_str());
-    let true_state = match here.map(|sandbox| sandbox.phase()) {
-        Some(Phase::Creating) => v1::SandboxState::Creating,
-        Some(Phase::Snapshotting) => v1::SandboxState::Snapshotting,
-        Some(Phase::Killing) => v1::SandboxState::Killed,
-        Some(Phase::Running | Phase::RollingBack) | None => v1::SandboxState::Running,
+    let true_state = match (row.state, here.map(|sandbox| sandbox.phase())) {
+        (SandboxState::Paused, _) => v1::SandboxState::Paused,
+        (SandboxState::Resuming, _) => v1::SandboxState::Resuming,
+        (_, Some(Phase::Creating)) => v1::SandboxState::Creating,
+        (_, Some(Phase::Snapshotting)) => v1::SandboxState::Snapshotting,
+        (_, Some(Phase::Pausing)) => v1::SandboxState::Pausing,
+        (_, Some(Phase::Killing)) => v1::SandboxState::Killed,
+        (_, Some(Phase::Running | Phase::RollingBack) | None) => v1::SandboxState::Running,
     };
     v1::Sandbox {
         id: row.id.to_string(),
@@ -176,6 +185,7 @@ pub fn sandbox(state: &State, row: &SandboxRow) -> v1::Sandbox {
         lifecycle_auto_pause: row.auto_pause,
         lifecycle_auto_resume: row.auto_resume,
         lost_reason: row.lost_reason.clone(),
+        env: row.env.clone().into_iter().collect(),
     }
 }
 

@@ -76,6 +76,29 @@ impl v1::node_server::Node for NodeService {
         Ok(Response::new(convert::sandbox(&self.0, &row)))
     }
 
+    async fn pause_sandbox(&self, request: Request<v1::PauseSandboxRequest>) -> Result<Response<v1::Sandbox>, Status> {
+        let request = request.into_inner();
+        let (team, id) = (convert::team(&request.team)?, convert::sandbox_id(&request.sandbox_id)?);
+        let node = Arc::clone(&self.0);
+        let row = self.run(async move { ops::pause::pause(&node, &team, &id).await }).await?;
+        Ok(Response::new(convert::sandbox(&self.0, &row)))
+    }
+
+    async fn resume_sandbox(
+        &self,
+        request: Request<v1::ResumeSandboxRequest>,
+    ) -> Result<Response<v1::CreateSandboxResponse>, Status> {
+        let request = request.into_inner();
+        let (team, id) = (convert::team(&request.team)?, convert::sandbox_id(&request.sandbox_id)?);
+        let timeout = convert::timeout(request.timeout_ms);
+        let node = Arc::clone(&self.0);
+        let (row, timings) = self.run(async move { ops::resume::resume(&node, &team, &id, timeout).await }).await?;
+        Ok(Response::new(v1::CreateSandboxResponse {
+            sandbox: Some(convert::sandbox(&self.0, &row)),
+            timings: Some(convert::timings(&timings)),
+        }))
+    }
+
     async fn snapshot_sandbox(
         &self,
         request: Request<v1::SnapshotSandboxRequest>,

@@ -4,7 +4,7 @@ use crate::ids::{PackId, SandboxId, SnapshotId, TemplateId};
 
 use super::kv::KvError;
 use super::names::NameError;
-use super::rows::BuildStatus;
+use super::rows::{BuildStatus, SandboxState};
 
 /// What a caller must do about an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +90,16 @@ pub enum CatalogError {
         /// The sandbox.
         id: SandboxId,
     },
+    /// The sandbox is not in the state that this needs.
+    #[error("sandbox {id} is {state}, not {wanted}")]
+    State {
+        /// The sandbox.
+        id: SandboxId,
+        /// What it is doing.
+        state: SandboxState,
+        /// What it would have to do.
+        wanted: SandboxState,
+    },
     /// Another template of the team has the alias, or the template exists.
     #[error("the template name {alias:?} is taken by {holder}: delete that one or choose another")]
     AliasTaken {
@@ -164,6 +174,7 @@ impl CatalogError {
             | Self::SandboxExists { .. }
             | Self::MoveInProgress { .. }
             | Self::NoMove { .. }
+            | Self::State { .. }
             | Self::AliasTaken { .. }
             | Self::TemplateNotReady { .. }
             | Self::IdempotencyMismatch { .. }

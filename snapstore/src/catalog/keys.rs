@@ -4,6 +4,7 @@
 //!   team/<team>                                   Team
 //!   snapshot/<uuid>                               SnapshotRow
 //!   manifest/<uuid>                               the manifest's bytes
+//!   working-set/<uuid>                            WorkingSetRow: what restores touched first
 //!   name/<team>/<short>/<tag>                     SnapshotId: the one holder of the name
 //!   listing/<team>/<time>/<uuid>                  (empty) snapshots that are listed, by creation
 //!   taken/<sandbox>/<time>/<uuid>                 (empty) snapshots by their source
@@ -64,6 +65,10 @@ pub(super) const SNAPSHOTS: &str = "snapshot/";
 
 pub(super) fn manifest(id: &SnapshotId) -> Key {
     format!("manifest/{id}").into_bytes()
+}
+
+pub(super) fn working_set(id: &SnapshotId) -> Key {
+    format!("working-set/{id}").into_bytes()
 }
 
 pub(super) fn name(team: &TeamId, name: &SnapshotName) -> Key {

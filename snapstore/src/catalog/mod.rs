@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   teams  snapshots  listing  sandboxes  templates  packs  resolve  idempotency     what may happen, over
-//!   uploads  amending  leases  retention  references  sweeping                        and how it is kept up
+//!   pausing  working_sets  uploads  amending  leases  retention  references  sweeping                        and how it is kept up
 //!   ─────────────────────────────────────────────────────────────────────────────
 //!   rows (values) · wire (their bytes) · keys (where they lie) · names (their text)
 //!   ─────────────────────────────────────────────────────────────────────────────
@@ -41,6 +41,7 @@ mod listing;
 pub mod memory;
 pub mod names;
 mod packs;
+mod pausing;
 mod references;
 mod resolve;
 mod retention;
@@ -54,6 +55,7 @@ mod templates;
 mod upkeep_rows;
 mod uploads;
 mod wire;
+mod working_sets;
 
 use std::sync::Arc;
 
@@ -65,6 +67,7 @@ pub use idempotency::{IDEMPOTENCY_MS, Made};
 pub use leases::{Lease, WriterLease};
 pub use listing::{MAX_PAGE, Page, SandboxFilter, SnapshotFilter};
 pub use packs::{Moved, PackSeen};
+pub use pausing::Place;
 pub use references::ManifestSeen;
 pub use resolve::{Deleted, Resolved};
 pub use retention::Expired;
@@ -76,6 +79,7 @@ pub use snapshots::{MAX_MANIFEST_BYTES, SnapshotCommit, SnapshotTotals};
 pub use sweeping::OrphanSeen;
 pub use upkeep_rows::LeaseHolder;
 pub use uploads::PendingUpload;
+pub use working_sets::{RECORDINGS, Recording};
 
 use crate::clock::Clock;
 

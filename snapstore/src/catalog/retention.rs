@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   expired, nothing occupies it ──▶ gone
+//!   expired, a paused sandbox's ──▶ sandbox and snapshot gone
 //!   expired, occupied ──▶ condemned: name free, not usable, its content kept ──last occupant ends──▶ gone
 //! ```
 //!
@@ -13,8 +14,8 @@ use crate::ids::SnapshotId;
 
 use super::error::{CatalogError, ErrorKind};
 use super::kv::{Entry, Order};
-use super::snapshots::draft_removal;
-use super::{Catalog, Draft, SnapshotRow, keys, until_settled, wire};
+use super::snapshots::{draft_condemnation, draft_removal};
+use super::{Catalog, Draft, SandboxState, SnapshotRow, keys, until_settled, wire};
 
 /// What a round of retention did.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -86,8 +87,21 @@ impl Catalog {
                         // The clock went back.
                         break Ok(Fate::Settled);
                     }
+                    match self.held_by(&row).await? {
+                        Some(sandbox) if sandbox.state == SandboxState::Paused => {
+                            // The sandbox has no other life than this; a resume that begins now finds it gone.
+                            tracing::info!(sandbox = %sandbox.id, "ended: it was paused for as long as is allowed");
+                            self.end_sandbox(&sandbox.team, &sandbox.id).await?;
+                            break Ok(Fate::Removed);
+                        }
+                        // Whatever comes of it, the next round knows.
+                        Some(sandbox) if sandbox.state == SandboxState::Resuming => break Ok(Fate::Settled),
+                        _ => {}
+                    }
                     if self.is_occupied(id).await? {
-                        (draft_condemnation(row, entry, expiry)?, Fate::Condemned)
+                        let mut draft = Draft::default();
+                        draft_condemnation(&mut draft, row, entry)?;
+                        (draft, Fate::Condemned)
                     } else {
                         (draft_removal(&row, &entry), Fate::Removed)
                     }
@@ -105,17 +119,4 @@ impl Catalog {
             }
         })
     }
-}
-
-fn draft_condemnation(mut row: SnapshotRow, entry: Entry, expiry: &Entry) -> Result<Draft, CatalogError> {
-    let mut draft = Draft::default();
-    draft.require_unchanged(&entry);
-    row.condemned = true;
-    if let Some(name) = row.name.take() {
-        draft.delete(keys::name(&row.team, &name));
-    }
-    draft.delete(expiry.key.clone());
-    draft.mark(keys::condemned(&row.id));
-    draft.put_row(entry.key, &row)?;
-    Ok(draft)
 }

@@ -87,7 +87,8 @@ pub struct SnapshotRow {
     pub pause_us: u32,
     /// What the source had been restored from.
     pub parent: Option<SnapshotId>,
-    /// A template's own: not listed, not nameable, not to be deleted but with its template.
+    /// Nobody's to see: not listed, not nameable, not to be deleted by its id. A template's own, what holds a paused sandbox,
+    /// or what a fork starts from.
     pub internal: bool,
     /// Its time, or its template, is over: it is removed when nothing occupies it, and not usable any more.
     pub condemned: bool,
@@ -182,7 +183,22 @@ pub enum SandboxState {
     Lost,
 }
 
-/// A sandbox. It exists from before its VM is started until after that has ended.
+impl fmt::Display for SandboxState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Creating => "being created",
+            Self::Running => "running",
+            Self::Snapshotting => "being snapshotted",
+            Self::Pausing => "being paused",
+            Self::Paused => "paused",
+            Self::Resuming => "being resumed",
+            Self::Killed => "killed",
+            Self::Lost => "lost",
+        })
+    }
+}
+
+/// A sandbox. It exists from before its VM is started until after that has ended, and while it is paused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SandboxRow {
     /// Its id.
@@ -215,6 +231,8 @@ pub struct SandboxRow {
     pub gateway: String,
     /// What the agent asks for; empty: nothing.
     pub access_token: String,
+    /// Environment of its processes.
+    pub env: BTreeMap<String, String>,
     /// The agent inside.
     pub agent_version: String,
     /// Paused, not killed, at its timeout.

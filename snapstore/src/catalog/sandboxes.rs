@@ -19,7 +19,7 @@ use crate::ids::{NodeId, SandboxId, SnapshotId, TeamId};
 use super::error::CatalogError;
 use super::idempotency::{Made, gone, mismatch};
 use super::kv::Entry;
-use super::{Catalog, Committed, Draft, SandboxRow, SnapshotRow, keys, until_settled, wire};
+use super::{Catalog, Committed, Draft, SandboxRow, SandboxState, SnapshotRow, keys, until_settled, wire};
 
 impl Catalog {
     /// Makes a sandbox exist and occupy its snapshot, or nothing at all. The snapshot must be the team's and usable.
@@ -77,7 +77,11 @@ impl Catalog {
         Ok(())
     }
 
-    async fn sandbox_entry(&self, team: &TeamId, id: &SandboxId) -> Result<(SandboxRow, Entry), CatalogError> {
+    pub(super) async fn sandbox_entry(
+        &self,
+        team: &TeamId,
+        id: &SandboxId,
+    ) -> Result<(SandboxRow, Entry), CatalogError> {
         let found = self.row::<SandboxRow>(keys::sandbox(id)).await?;
         found.filter(|(row, _)| row.team == *team).ok_or_else(|| CatalogError::not_found("sandbox", id))
     }
@@ -140,6 +144,10 @@ impl Catalog {
             draft.delete(keys::on_node(&row.node_id, id));
             for snapshot in occupied(&row) {
                 draft.delete(keys::occupancy(snapshot, id));
+            }
+            if matches!(row.state, SandboxState::Paused | SandboxState::Resuming) {
+                // Nobody else can ever start from it.
+                self.draft_condemnation(&mut draft, &row.snapshot_id).await?;
             }
             if self.send(draft).await? {
                 break row;

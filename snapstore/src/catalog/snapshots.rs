@@ -4,6 +4,7 @@
 //!             commit ──▶ usable ──expires──▶ expired ──retention, nothing occupies it──▶ gone
 //!                          │                    └──retention, occupied──▶ condemned
 //!   (a template's own)     ├──template deleted──────────────────────────▶ condemned ── nothing occupies it ─▶ gone
+//!   (a paused sandbox's)   ├──sandbox resumed───────────────────────────▶ condemned
 //!                          └──delete, nothing occupies it──▶ gone
 //! ```
 //!
@@ -67,8 +68,8 @@ impl Catalog {
     /// is lost, the idempotency key was used otherwise.
     pub async fn commit_snapshot(&self, commit: &SnapshotCommit) -> Result<Committed<SnapshotRow>, CatalogError> {
         let row = &commit.row;
-        if row.internal || row.condemned {
-            return Err(CatalogError::invalid("snapshot", "a template's own snapshot is committed with its template"));
+        if row.condemned || row.internal && (row.name.is_some() || row.expires_unix_ms.is_none()) {
+            return Err(CatalogError::invalid("snapshot", "one that nobody sees has no name, and expires"));
         }
         let outcome = until_settled!(format_args!("committing snapshot {}", row.id), {
             let mut draft = Draft::default();
@@ -223,6 +224,25 @@ impl Catalog {
         })
     }
 
+    /// Lets a snapshot that its team does not see go with its last sandbox; at once if there is none. Nothing if it is gone.
+    pub async fn discard_hidden(&self, team: &TeamId, id: &SnapshotId) -> Result<(), CatalogError> {
+        until_settled!(format_args!("discarding snapshot {id}"), {
+            let Some((row, entry)) = self.row::<SnapshotRow>(keys::snapshot(id)).await? else { return Ok(()) };
+            if row.team != *team || !row.internal || row.sandbox_id.is_none() {
+                return Err(CatalogError::not_found("hidden snapshot", id));
+            }
+            if row.condemned {
+                break;
+            }
+            let mut draft = Draft::default();
+            draft_condemnation(&mut draft, row, entry)?;
+            if self.send(draft).await? {
+                break;
+            }
+        });
+        self.collect_condemned(id).await.map(drop)
+    }
+
     /// Counts every snapshot. Reads all rows: for people, not for every request.
     pub async fn snapshot_totals(&self) -> Result<SnapshotTotals, CatalogError> {
         let mut totals = SnapshotTotals::default();
@@ -247,15 +267,12 @@ impl Catalog {
             .collect()
     }
 
-    /// Adds to `draft` that a template's snapshot is to go when nothing occupies it, and is not usable from now on.
+    /// Adds to `draft` that a snapshot, if it exists, is to go when nothing occupies it, and is not usable from now on.
     pub(super) async fn draft_condemnation(&self, draft: &mut Draft, id: &SnapshotId) -> Result<(), CatalogError> {
-        if let Some((mut row, entry)) = self.row::<SnapshotRow>(keys::snapshot(id)).await? {
-            row.condemned = true;
-            draft.require_unchanged(&entry);
-            draft.put_row(entry.key, &row)?;
-            draft.mark(keys::condemned(id));
+        match self.row::<SnapshotRow>(keys::snapshot(id)).await? {
+            Some((row, entry)) => draft_condemnation(draft, row, entry),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Removes the snapshot if it is condemned and nothing occupies it. Called after whatever may have made that so: of
@@ -305,6 +322,20 @@ fn index_entries(row: &SnapshotRow) -> Vec<super::kv::Key> {
     entries
 }
 
+/// Makes a snapshot, if it is as it was read, one that goes when nothing occupies it, and frees its name.
+pub(super) fn draft_condemnation(draft: &mut Draft, mut row: SnapshotRow, entry: Entry) -> Result<(), CatalogError> {
+    draft.require_unchanged(&entry);
+    row.condemned = true;
+    if let Some(name) = row.name.take() {
+        draft.delete(keys::name(&row.team, &name));
+    }
+    if let Some(expires) = row.expires_unix_ms {
+        draft.delete(keys::timed(keys::EXPIRY, expires, &row.id));
+    }
+    draft.mark(keys::condemned(&row.id));
+    draft.put_row(entry.key, &row)
+}
+
 /// Removes all of a snapshot, if it is as it was read and nothing occupies it.
 pub(super) fn draft_removal(row: &SnapshotRow, entry: &Entry) -> Draft {
     let mut draft = Draft::default();
@@ -312,6 +343,7 @@ pub(super) fn draft_removal(row: &SnapshotRow, entry: &Entry) -> Draft {
     draft.require_empty(keys::under(&keys::occupants(&row.id)));
     draft.delete(entry.key.clone());
     draft.delete(keys::manifest(&row.id));
+    draft.delete(keys::working_set(&row.id));
     for key in index_entries(row) {
         draft.delete(key);
     }

@@ -412,6 +412,8 @@ pub(super) struct SandboxWire {
     lost_reason: String,
     #[prost(message, optional, tag = "20")]
     request: Option<RequestWire>,
+    #[prost(btree_map = "string, string", tag = "21")]
+    env: std::collections::BTreeMap<String, String>,
 }
 
 impl Row for SandboxRow {
@@ -437,6 +439,7 @@ impl From<&SandboxRow> for SandboxWire {
             node_url: row.node_url.clone(),
             gateway: row.gateway.clone(),
             access_token: row.access_token.clone(),
+            env: row.env.clone(),
             agent_version: row.agent_version.clone(),
             auto_pause: row.auto_pause,
             auto_resume: row.auto_resume,
@@ -466,6 +469,7 @@ impl TryFrom<SandboxWire> for SandboxRow {
             node_url: wire.node_url,
             gateway: wire.gateway,
             access_token: wire.access_token,
+            env: wire.env,
             agent_version: wire.agent_version,
             auto_pause: wire.auto_pause,
             auto_resume: wire.auto_resume,

@@ -51,6 +51,7 @@ fn sandbox() -> SandboxRow {
         node_url: "http://127.0.0.1:1".into(),
         gateway: "127.0.0.1:2".into(),
         access_token: "secret".into(),
+        env: std::collections::BTreeMap::new(),
         agent_version: "0.1.0".into(),
         auto_pause: true,
         auto_resume: true,

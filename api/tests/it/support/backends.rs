@@ -42,6 +42,7 @@ struct Script {
     snapshots: Vec<Snapshot>,
     created: Vec<CreateSandboxRequest>,
     timeouts: Vec<SetTimeoutRequest>,
+    resumed: Vec<ResumeSandboxRequest>,
     asked_to_snapshot: Vec<SnapshotSandboxRequest>,
     listed_sandboxes: Vec<ListSandboxesRequest>,
     listed_snapshots: Vec<ListSnapshotsRequest>,
@@ -144,6 +145,10 @@ impl Backends {
 
     pub fn created(&self) -> Vec<CreateSandboxRequest> {
         self.state.script.lock().created.clone()
+    }
+
+    pub fn resumed(&self) -> Vec<ResumeSandboxRequest> {
+        self.state.script.lock().resumed.clone()
     }
 
     pub fn timeouts(&self) -> Vec<SetTimeoutRequest> {
@@ -249,6 +254,11 @@ impl Catalog for Service {
         Ok(Response::new(DeleteResponse {}))
     }
 
+    async fn discard(&self, request: Request<DiscardRequest>) -> Answer<DiscardResponse> {
+        self.0.enter("discard", &request.into_inner().snapshot_id).await?;
+        Ok(Response::new(DiscardResponse {}))
+    }
+
     async fn get_template(&self, request: Request<GetTemplateRequest>) -> Answer<Template> {
         let reference = request.into_inner().reference;
         self.0.enter("get_template", &reference).await?;
@@ -339,6 +349,31 @@ impl Node for Service {
         self.0.known(&id)?;
         self.0.script.lock().sandboxes.remove(&id);
         Ok(Response::new(KillSandboxResponse {}))
+    }
+
+    async fn pause_sandbox(&self, request: Request<PauseSandboxRequest>) -> Answer<Sandbox> {
+        let id = request.into_inner().sandbox_id;
+        self.0.enter("pause_sandbox", &id).await?;
+        self.0.known(&id)?;
+        let mut script = self.0.script.lock();
+        let sandbox = script.sandboxes.get_mut(&id).expect("known");
+        sandbox.set_state(SandboxState::Paused);
+        Ok(Response::new(sandbox.clone()))
+    }
+
+    async fn resume_sandbox(&self, request: Request<ResumeSandboxRequest>) -> Answer<CreateSandboxResponse> {
+        let request = request.into_inner();
+        self.0.enter("resume_sandbox", &request.sandbox_id).await?;
+        self.0.known(&request.sandbox_id)?;
+        let mut script = self.0.script.lock();
+        let sandbox = script.sandboxes.get_mut(&request.sandbox_id).expect("known");
+        if sandbox.state() != SandboxState::Paused {
+            return Err(Status::failed_precondition("it is not paused"));
+        }
+        sandbox.set_state(SandboxState::Running);
+        let sandbox = sandbox.clone();
+        script.resumed.push(request);
+        Ok(Response::new(CreateSandboxResponse { sandbox: Some(sandbox), timings: Some(TIMINGS) }))
     }
 
     async fn set_timeout(&self, request: Request<SetTimeoutRequest>) -> Answer<Sandbox> {

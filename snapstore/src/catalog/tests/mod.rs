@@ -3,12 +3,14 @@
 mod leases;
 mod listing;
 mod packs;
+mod pausing;
 mod races;
 mod retention;
 mod sandboxes;
 mod snapshots;
 mod state;
 mod templates;
+mod working_sets;
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -161,6 +163,7 @@ fn sandbox(team: &TeamId, now: i64, id: &str, snapshot: SnapshotId) -> SandboxRo
         id: sandbox_id(id),
         team: team.clone(),
         template_id: snapshot.to_string(),
+        env: BTreeMap::new(),
         alias: String::new(),
         snapshot_id: snapshot,
         moving_to: None,

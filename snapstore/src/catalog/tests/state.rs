@@ -37,6 +37,9 @@ pub(super) async fn check(kv: &dyn kv::KeyValue) -> (usize, usize) {
             assert_eq!(holder, *id, "{name} says it is another's");
             assert!(expected.insert(key), "two snapshots say that they are {name}");
         }
+        if entries.contains_key(&keys::working_set(id)) {
+            expected.insert(keys::working_set(id));
+        }
         if !row.internal {
             expected.insert(keys::timed(&keys::listing(&row.team), row.created_unix_ms, id));
         }

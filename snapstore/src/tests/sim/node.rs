@@ -222,6 +222,7 @@ impl Node {
             id: sandbox.clone(),
             team: self.team.clone(),
             template_id: String::new(),
+            env: std::collections::BTreeMap::new(),
             alias: String::new(),
             snapshot_id: id,
             moving_to: None,
