@@ -60,8 +60,14 @@ pub(super) async fn resume(
     let timeout_ms = validate::connect(&Fields::parse(&body)?)?;
     let team = team_of(&headers)?;
     let sandbox = app.clients.usable_sandbox(&team, &id).await?;
-    if sandbox.state() != v1::SandboxState::Paused {
-        return Err(ApiError::new(StatusCode::CONFLICT, format!("sandbox {id} is not paused; connect to it instead")));
+    match sandbox.state() {
+        v1::SandboxState::Paused => {}
+        // To clients it is paused already.
+        v1::SandboxState::Pausing => return Err(ApiError::busy(&id, "being paused")),
+        _ => {
+            let text = format!("sandbox {id} is not paused; connect to it instead");
+            return Err(ApiError::new(StatusCode::CONFLICT, text));
+        }
     }
     wake(&app, &team, &sandbox, timeout_ms, received).await
 }
