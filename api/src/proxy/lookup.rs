@@ -19,6 +19,10 @@ use crate::team::only_team;
 
 const FRESH: Duration = Duration::from_secs(1);
 
+/// How often a request tries to wake a sandbox that others are waking too, and the pause in between.
+const WAKE_TRIES: u32 = 100;
+const WAKE_PAUSE: Duration = Duration::from_millis(20);
+
 /// Remembered answers above which the old ones are thrown out.
 const MANY: usize = 4096;
 
@@ -69,15 +73,21 @@ impl Lookup {
     }
 
     /// Resumes a sandbox, or finds that another request is doing that.
-    async fn wake(&self, sandbox: Sandbox) -> Result<Sandbox, ApiError> {
-        match resume(&self.clients, &only_team(), &sandbox, self.wake_ms).await {
-            Ok(resumed) => resumed.sandbox.ok_or_else(|| asleep(&sandbox.id)),
-            Err(error) if error.status() == StatusCode::CONFLICT => {
-                let sandbox = self.clients.usable_sandbox(&only_team(), &sandbox.id).await?;
-                if sandbox.state() == SandboxState::Paused { Err(error) } else { Ok(sandbox) }
+    async fn wake(&self, mut sandbox: Sandbox) -> Result<Sandbox, ApiError> {
+        for _ in 0..WAKE_TRIES {
+            match resume(&self.clients, &only_team(), &sandbox, self.wake_ms).await {
+                Ok(resumed) => return resumed.sandbox.ok_or_else(|| asleep(&sandbox.id)),
+                Err(error) if error.status() == StatusCode::CONFLICT => {}
+                Err(error) => return Err(error),
             }
-            Err(error) => Err(error),
+            sandbox = self.clients.usable_sandbox(&only_team(), &sandbox.id).await?;
+            if sandbox.state() != SandboxState::Paused {
+                return Ok(sandbox);
+            }
+            // The other has begun, and its row does not say so yet; or it has failed, and this one tries.
+            tokio::time::sleep(WAKE_PAUSE).await;
         }
+        Err(asleep(&sandbox.id))
     }
 
     pub(super) fn forget(&self, sandbox_id: &str) {
