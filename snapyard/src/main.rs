@@ -7,7 +7,7 @@
 //! | [`cli`] | what may be said on the command line |
 //! | [`context`], [`cluster`] | where the server is |
 //! | [`rest`], [`grpc`], [`connect`] | talking to it: REST, the tiers behind, the agent in a guest |
-//! | [`sandbox`], [`exec`], [`snapshot`], [`template`], [`store`], [`bench`] | the commands |
+//! | [`sandbox`], [`exec`], [`snapshot`], [`template`], [`store`], [`bench`](mod@bench) | the commands |
 //! | [`output`], [`progress`], [`failure`] | what is printed, and the exit codes |
 //! | [`up`] | the whole service in one process |
 
