@@ -18,6 +18,7 @@
 //! | `wire` | what it gets back |
 //! | `errors` | gRPC status to HTTP answer |
 //! | `proxy` | the data plane |
+//! | `placement` | room on a node, reserved and given back |
 //! | `resume` | a paused sandbox gets a VM again |
 //! | `clients` | gRPC channels |
 //!
@@ -33,6 +34,7 @@ mod config;
 mod errors;
 mod fields;
 mod names;
+mod placement;
 mod proxy;
 mod resume;
 mod routes;

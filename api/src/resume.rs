@@ -1,10 +1,10 @@
 //! Resuming a paused sandbox: asked for over REST, or by a request to a sandbox that is to wake by itself.
 
-use snapyard_proto::retry::ShouldRetry;
 use snapyard_proto::v1;
 
 use crate::clients::Clients;
 use crate::errors::ApiError;
+use crate::placement::{place, release};
 use crate::team::Team;
 
 /// Resumes `sandbox` where there is room, for `timeout_ms` from now (-1: for ever). 409 when it is not paused.
@@ -15,25 +15,13 @@ pub(crate) async fn resume(
     timeout_ms: i64,
 ) -> Result<v1::CreateSandboxResponse, ApiError> {
     let id = &sandbox.id;
-    let mut scheduler = clients.scheduler();
-    let place = v1::PlaceRequest {
-        team: team.to_field(),
-        sandbox_id: id.clone(),
-        snapshot_id: sandbox.snapshot_id.clone(),
-        shape: sandbox.shape,
-        needs: None,
-    };
-    let placed = scheduler.place(place).await;
-    let placed = placed.map_err(|status| ApiError::from(status).or_retry(ShouldRetry::Yes))?.into_inner();
+    let placed = place(clients, team.to_field(), id.clone(), sandbox.snapshot_id.clone(), sandbox.shape).await?;
     let request = v1::ResumeSandboxRequest { team: team.to_field(), sandbox_id: id.clone(), timeout_ms };
     let resumed = match clients.node(&placed.url) {
         Ok(mut node) => node.resume_sandbox(request).await.map_err(ApiError::from),
         Err(error) => Err(error),
     };
-    let reservation_id = placed.reservation_id;
-    if let Err(status) = scheduler.release(v1::ReleaseRequest { reservation_id }).await {
-        tracing::warn!(message = status.message(), "a reservation could not be released; it will expire");
-    }
+    release(clients, placed.reservation_id).await;
     let resumed = resumed.map_err(|error| error.if_not_found(|| ApiError::no_sandbox(id)))?.into_inner();
     tracing::info!(sandbox_id = id, node_id = placed.node_id, "sandbox resumed");
     Ok(resumed)

@@ -157,10 +157,7 @@ async fn store_capture(node: &State, identity: &Identity, kept: &Kept) -> Result
         None => None,
     };
     // What restores of the parent touched first, restores of the child will.
-    let working_set = match parent.filter(|parent| !parent.working_set.memory.is_empty()) {
-        Some(parent) => parent.working_set.memory.clone(),
-        None => inherited.as_ref().map(|parent| parent.working_set.clone()).unwrap_or_default(),
-    };
+    let working_set = parent.map(|parent| parent.working_set.memory.clone()).unwrap_or_default();
     let ingest = node.store.begin(identity.key, inherited.as_ref()).await?;
 
     let memory = Arc::clone(&kept.memory);

@@ -51,9 +51,7 @@ fn merge_lists<'a>(lists: impl Iterator<Item = &'a [u64]> + Clone) -> Vec<u64> {
     let mut places: HashMap<u64, Vec<usize>> = HashMap::new();
     for list in lists {
         for (place, chunk) in list.iter().enumerate() {
-            let seen = places.entry(*chunk).or_default();
-            // A list that names a chunk twice counts once, at the first place.
-            seen.push(place);
+            places.entry(*chunk).or_default().push(place);
         }
     }
     let mut ranked: Vec<(usize, u64)> = places

@@ -11,10 +11,12 @@
 //! our own output is closed (`| head`), the process is told to end.
 
 use std::io::{self, Read as _, Write};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Method};
 use http_body_util::BodyExt as _;
+use hyper::body::Incoming;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
@@ -35,29 +37,16 @@ pub async fn run(api: &Api, args: ExecArgs) -> Result<u8, Failure> {
     let sandbox = api.call(Method::GET, &format!("/sandboxes/{}", segment(&args.sandbox)), None).await?.body;
     let token = sandbox.get("envdAccessToken").and_then(Value::as_str).unwrap_or_default();
     let agent = Agent { api: api.clone(), sandbox: args.sandbox.clone(), headers: headers(&args.user, token)? };
-
-    let mut start_headers = agent.headers.clone();
-    start_headers.insert("content-type", HeaderValue::from_static("application/connect+json"));
-    start_headers.insert("keepalive-ping-interval", HeaderValue::from_static(KEEPALIVE_S));
-    if let Some(timeout) = args.timeout {
-        let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
-        start_headers.insert("connect-timeout-ms", HeaderValue::from(milliseconds));
-    }
-    let request = start_request(&args).to_string();
-    let response =
-        api.agent(&args.sandbox, "/process.Process/Start", start_headers, connect::encode(request.as_bytes())).await?;
-    Run { agent, stdin: args.stdin, silent: false, pid: None, interrupts: 0 }.follow(response.into_body()).await
+    let events = agent.start(&start_request(&args), args.timeout).await?;
+    Run { agent, stdin: args.stdin, silent: false, pid: None, interrupts: 0 }.follow(events).await
 }
 
 /// Runs a line of shell in a sandbox that asks for no token, without its streams; answers its exit code.
 pub async fn quietly(api: &Api, sandbox: &str, user: &str, line: &str) -> Result<u8, Failure> {
     let agent = Agent { api: api.clone(), sandbox: sandbox.to_owned(), headers: headers(user, "")? };
-    let mut start_headers = agent.headers.clone();
-    start_headers.insert("content-type", HeaderValue::from_static("application/connect+json"));
-    let request = json!({"process": {"cmd": "/bin/bash", "args": ["-c", line]}, "stdin": false}).to_string();
-    let response =
-        api.agent(sandbox, "/process.Process/Start", start_headers, connect::encode(request.as_bytes())).await?;
-    Run { agent, stdin: false, silent: true, pid: None, interrupts: 0 }.follow(response.into_body()).await
+    let request = json!({"process": {"cmd": "/bin/bash", "args": ["-c", line]}, "stdin": false});
+    let events = agent.start(&request, None).await?;
+    Run { agent, stdin: false, silent: true, pid: None, interrupts: 0 }.follow(events).await
 }
 
 /// The body of `process.Process/Start`.
@@ -98,6 +87,19 @@ struct Agent {
 }
 
 impl Agent {
+    /// Starts a process that is killed after `timeout`, if one is said; answers the stream of its events.
+    async fn start(&self, request: &Value, timeout: Option<Duration>) -> Result<Incoming, Failure> {
+        let mut headers = self.headers.clone();
+        headers.insert("content-type", HeaderValue::from_static("application/connect+json"));
+        headers.insert("keepalive-ping-interval", HeaderValue::from_static(KEEPALIVE_S));
+        if let Some(timeout) = timeout {
+            let milliseconds = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX);
+            headers.insert("connect-timeout-ms", HeaderValue::from(milliseconds));
+        }
+        let body = connect::encode(request.to_string().as_bytes());
+        Ok(self.api.agent(&self.sandbox, "/process.Process/Start", headers, body).await?.into_body())
+    }
+
     /// A unary call of the process service about process `pid`, with `extra` beside the selector.
     async fn about(&self, method: &str, pid: u32, extra: Value) -> Result<(), Failure> {
         let mut body = json!({"process": {"pid": pid}});
@@ -165,7 +167,7 @@ struct Run {
 }
 
 impl Run {
-    async fn follow(mut self, mut body: hyper::body::Incoming) -> Result<u8, Failure> {
+    async fn follow(mut self, mut body: Incoming) -> Result<u8, Failure> {
         let mut decoder = Decoder::default();
         let mut code = None;
         loop {

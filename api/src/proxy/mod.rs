@@ -61,7 +61,8 @@ struct Inner {
 }
 
 impl Proxy {
-    /// `wake_ms`: how long a paused sandbox lives that a request wakes. `tasks` will hold everything that goes on after a request; `stop` ends it.
+    /// `wake_ms`: how long a paused sandbox lives that a request wakes. `tasks` will hold everything that goes on after a
+    /// request; `stop` ends it.
     pub(crate) fn new(
         clients: Arc<Clients>,
         wake_ms: i64,

@@ -5,8 +5,9 @@
 //!     ▶ Scheduler.Place (503, nothing happened) ▶ Node.CreateSandbox ▶ Scheduler.Release, in every case
 //! ```
 //!
-//! When the client hangs up, the sandbox is created all the same and lives until its timeout. A client that sent an `Idempotency-Key` gets that same sandbox when it asks again.
-//! If this process dies between placing and releasing, the reservation expires in the scheduler.
+//! When the client hangs up, the sandbox is created all the same and lives until its timeout. A client that sent an
+//! `Idempotency-Key` gets that same sandbox when it asks again. If this process dies between placing and releasing, the
+//! reservation expires in the scheduler.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,13 +17,13 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
-use snapyard_proto::retry::ShouldRetry;
 use snapyard_proto::v1;
 
-use super::App;
+use super::{App, after_the_fact};
 use crate::errors::ApiError;
 use crate::fields::Fields;
 use crate::names::{new_access_token, new_sandbox_id};
+use crate::placement;
 use crate::team::{Team, team_of};
 use crate::timing::{Received, restore_headers};
 use crate::validate::{Create, CreateDefaults, idempotency_key};
@@ -59,18 +60,8 @@ async fn create(
     let idempotency_key = idempotency_key(headers)?;
     let defaults = CreateDefaults { timeout_s: app.config.default_timeout_s, secure };
     let request = Create::from_fields(&Fields::parse(&body)?, defaults)?;
-    let digest = if idempotency_key.is_empty() { Vec::new() } else { blake3::hash(&body).as_bytes().to_vec() };
-    run(app, team, request, idempotency_key, digest, received).await
-}
+    let request_digest = if idempotency_key.is_empty() { Vec::new() } else { blake3::hash(&body).as_bytes().to_vec() };
 
-async fn run(
-    app: Arc<App>,
-    team: Team,
-    request: Create,
-    idempotency_key: String,
-    request_digest: Vec<u8>,
-    received: Received,
-) -> Result<Response, ApiError> {
     let resolved = resolve(&app, &team, &request.reference).await?;
     if resolved.is_snapshot {
         request.check_from_snapshot()?;
@@ -118,15 +109,8 @@ pub(super) async fn place_and_create(
     received: Received,
 ) -> Result<Created, ApiError> {
     let place_started = Instant::now();
-    let mut scheduler = app.clients.scheduler();
-    let placed = scheduler.place(v1::PlaceRequest {
-        team: create.team.clone(),
-        sandbox_id: create.sandbox_id.clone(),
-        snapshot_id: create.snapshot_id.clone(),
-        shape,
-        needs: None,
-    });
-    let placed = placed.await.map_err(|status| ApiError::from(status).or_retry(ShouldRetry::Yes))?.into_inner();
+    let (team, sandbox_id) = (create.team.clone(), create.sandbox_id.clone());
+    let placed = placement::place(&app.clients, team, sandbox_id, create.snapshot_id.clone(), shape).await?;
     let place = place_started.elapsed();
 
     let before_node = received.0.elapsed();
@@ -137,7 +121,9 @@ pub(super) async fn place_and_create(
         }
         Err(error) => Err(error),
     };
-    release(app, placed.reservation_id);
+    // Not waited for: the client has nothing to gain from it.
+    let clients = app.clients.clone();
+    app.tasks.spawn(async move { placement::release(&clients, placed.reservation_id).await });
 
     let v1::CreateSandboxResponse { sandbox, timings } = created?.into_inner();
     let sandbox = sandbox
@@ -152,12 +138,6 @@ pub(super) async fn place_and_create(
     Ok(Created { sandbox, place, before_node, timings })
 }
 
-/// A failure of a call that may have had its effect: unless the node says otherwise, a server error is not to be
-/// repeated blindly. (A refusal, 4xx, had no effect.)
-pub(super) fn after_the_fact(error: ApiError) -> ApiError {
-    if error.status().is_server_error() { error.or_retry(ShouldRetry::No) } else { error }
-}
-
 async fn resolve(app: &App, team: &Team, reference: &str) -> Result<v1::ResolveResponse, ApiError> {
     let request = v1::ResolveRequest { team: team.to_field(), reference: reference.to_owned() };
     let answer = app.clients.catalog().resolve(request).await.map_err(|status| {
@@ -166,16 +146,6 @@ async fn resolve(app: &App, team: &Team, reference: &str) -> Result<v1::ResolveR
         })
     })?;
     Ok(answer.into_inner())
-}
-
-/// Not waited for: the client has nothing to gain from it, and a lost release is made good by the expiry.
-fn release(app: &App, reservation_id: String) {
-    let mut scheduler = app.clients.scheduler();
-    app.tasks.spawn(async move {
-        if let Err(status) = scheduler.release(v1::ReleaseRequest { reservation_id }).await {
-            tracing::warn!(message = status.message(), "a reservation could not be released; it will expire");
-        }
-    });
 }
 
 pub(super) fn random<const N: usize>() -> [u8; N] {

@@ -14,8 +14,8 @@ use futures::StreamExt;
 use http::{HeaderMap, StatusCode};
 use snapyard_proto::v1;
 
-use super::create::{after_the_fact, place_and_create, random};
-use super::{App, PathText};
+use super::create::{place_and_create, random};
+use super::{App, PathText, sandbox_failure};
 use crate::errors::ApiError;
 use crate::fields::Fields;
 use crate::names::{new_access_token, new_sandbox_id};
@@ -44,7 +44,7 @@ pub(super) async fn pause(
     let request = v1::PauseSandboxRequest { team: team.to_field(), sandbox_id: id.clone() };
     let paused = app.clients.node(&sandbox.node_url)?.pause_sandbox(request).await;
     app.proxy.forget(&id);
-    paused.map_err(|status| after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(&id)))?;
+    paused.map_err(|status| sandbox_failure(status, &id))?;
     tracing::info!(sandbox_id = id, "sandbox paused");
     Ok(StatusCode::NO_CONTENT.into_response())
 }
@@ -111,8 +111,7 @@ pub(super) async fn fork(
         ..v1::SnapshotSandboxRequest::default()
     };
     let taken = app.clients.node(&source.node_url)?.snapshot_sandbox(request).await;
-    let taken =
-        taken.map_err(|status| after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(&id)))?;
+    let taken = taken.map_err(|status| sandbox_failure(status, &id))?;
     let snapshot = taken
         .into_inner()
         .snapshot

@@ -20,6 +20,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{any, get, post};
 use http::StatusCode;
 use http::request::Parts;
+use snapyard_proto::retry::ShouldRetry;
 use tokio_util::task::TaskTracker;
 
 use crate::clients::Clients;
@@ -35,6 +36,17 @@ pub(crate) struct App {
     pub(crate) proxy: Proxy,
     /// Everything that goes on after its request; shutdown waits for it.
     pub(crate) tasks: TaskTracker,
+}
+
+/// A failure of a call that may have had its effect: unless the node says otherwise, a server error is not to be
+/// repeated blindly. (A refusal, 4xx, had no effect.)
+fn after_the_fact(error: ApiError) -> ApiError {
+    if error.status().is_server_error() { error.or_retry(ShouldRetry::No) } else { error }
+}
+
+/// The same for a call about one sandbox, which may be the one that was not found.
+fn sandbox_failure(status: tonic::Status, id: &str) -> ApiError {
+    after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(id))
 }
 
 /// All routes.

@@ -9,9 +9,8 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use snapyard_proto::v1::{KillSandboxRequest, Sandbox, SandboxState, SetTimeoutRequest};
 
-use super::create::after_the_fact;
 use super::lifecycle::wake;
-use super::{App, PathText};
+use super::{App, PathText, sandbox_failure};
 use crate::errors::ApiError;
 use crate::fields::Fields;
 use crate::team::{Team, team_of};
@@ -135,7 +134,6 @@ async fn set_timeout(
     let id = sandbox.id.clone();
     let request = SetTimeoutRequest { team: team.to_field(), sandbox_id: id.clone(), timeout_ms, never_shorten };
     let answer = app.clients.node(&sandbox.node_url)?.set_timeout(request).await;
-    let answer =
-        answer.map_err(|status| after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(&id)))?;
+    let answer = answer.map_err(|status| sandbox_failure(status, &id))?;
     Ok(answer.into_inner())
 }

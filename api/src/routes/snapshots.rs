@@ -10,8 +10,7 @@ use bytes::Bytes;
 use http::{HeaderMap, StatusCode};
 use snapyard_proto::v1::{RollbackSandboxRequest, SnapshotSandboxRequest};
 
-use super::create::after_the_fact;
-use super::{App, PathText};
+use super::{App, PathText, after_the_fact, sandbox_failure};
 use crate::errors::ApiError;
 use crate::fields::Fields;
 use crate::names::{is_reference, snapshot_name};
@@ -51,7 +50,7 @@ pub(super) async fn create(
     };
     let answer = app.clients.node(&sandbox.node_url)?.snapshot_sandbox(request).await;
     let snapshot = answer
-        .map_err(|status| after_the_fact(ApiError::from(status)).if_not_found(|| ApiError::no_sandbox(&id)))?
+        .map_err(|status| sandbox_failure(status, &id))?
         .into_inner()
         .snapshot
         .ok_or_else(|| tonic::Status::internal(format!("sandbox {id}: the node answered no snapshot")))?;

@@ -10,8 +10,7 @@ use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, StatusCode, Uri};
 use snapyard_proto::v1::{DeleteRequest, GetTemplateRequest, ListTemplatesRequest, Template};
 
-use super::create::after_the_fact;
-use super::{App, PathText};
+use super::{App, PathText, after_the_fact};
 use crate::errors::ApiError;
 use crate::names::is_reference;
 use crate::team::{Team, team_of};

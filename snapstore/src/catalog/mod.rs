@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   teams  snapshots  listing  sandboxes  templates  packs  resolve  idempotency     what may happen, over
-//!   pausing  working_sets  uploads  amending  leases  retention  references  sweeping                        and how it is kept up
+//!   pausing  working_sets  uploads  amending  leases  retention                      and how it is kept up
+//!   references  sweeping
 //!   ─────────────────────────────────────────────────────────────────────────────
 //!   rows (values) · wire (their bytes) · keys (where they lie) · names (their text)
 //!   ─────────────────────────────────────────────────────────────────────────────

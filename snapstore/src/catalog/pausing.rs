@@ -44,7 +44,7 @@ impl Catalog {
         if !snapshot.internal || snapshot.condemned || snapshot.name.is_some() {
             return Err(refuse());
         }
-        let left = until_settled!(format_args!("pausing sandbox {id}"), {
+        let (row, left) = until_settled!(format_args!("pausing sandbox {id}"), {
             let (mut row, entry) = self.sandbox_entry(&snapshot.team, id).await?;
             if row.snapshot_id == snapshot.id {
                 // An earlier try, whose outcome was unknown.
@@ -69,8 +69,8 @@ impl Catalog {
                 break (row, left);
             }
         });
-        self.collect_condemned(&left.1).await?;
-        Ok(left.0)
+        self.collect_condemned(&left).await?;
+        Ok(row)
     }
 
     /// A paused sandbox is about to be restored at `place`. Its environment comes with the row.

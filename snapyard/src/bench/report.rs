@@ -93,9 +93,9 @@ impl Report {
             }
             let _ = writeln!(text, " {:>9.1}", summary.max_ms);
         }
-        for (name, _) in PERCENTILES {
+        for (name, percent) in PERCENTILES {
             if let Some(summary) = summaries.iter().find(|summary| summary.lacks(name)) {
-                let needed = needed_for(percent_of(name));
+                let needed = needed_for(percent);
                 let _ = writeln!(text, "\n{name} needs {needed} samples; {} has {}", summary.name, summary.count);
             }
         }
@@ -167,10 +167,6 @@ impl Summary {
         json["histogram"] = bars.collect();
         json
     }
-}
-
-fn percent_of(name: &str) -> u32 {
-    PERCENTILES.iter().find(|(known, _)| *known == name).map_or(0, |(_, percent)| *percent)
 }
 
 /// Samples below which the nearest rank of a percentile is the maximum.
